@@ -1,0 +1,174 @@
+"""The Qwen3-style dense decoder as data: its shape, the trainer's tree, the engine's tree, the conversion.
+
+Two trees describe one model. The *trainer tree* has scanned layers (a leading layer dimension) and one
+tensor per projection, which is what fp32 masters, FSDP and optax want. The *engine tree* has per-layer
+dictionaries with fused, GQA-interleaved QKV and fused gate-up, which is what a decode step under tensor
+parallelism wants. ``convert`` is the pure function between them; the mapper traces it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+Tree = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """Shape of a Qwen3-style decoder: RMSNorm, RoPE, grouped-query attention with q/k norm, SwiGLU."""
+
+    vocab_size: int
+    num_layers: int
+    d_model: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    d_ff: int
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+    tied_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
+            )
+
+    @property
+    def num_params(self) -> int:
+        """Number of parameters, a tied head counted once."""
+        return sum(int(jnp.prod(jnp.array(x.shape))) for x in jax.tree.leaves(trainer_shapes(self)))
+
+
+# Logical axes of the trainer tree, in the order of each tensor's dimensions.
+TRAINER_AXES: dict[str, tuple[str, ...]] = {
+    "embed/embedding": ("vocab", "embed"),
+    "layers/attn/q_proj/kernel": ("layer", "embed", "heads", "head_dim"),
+    "layers/attn/k_proj/kernel": ("layer", "embed", "kv_heads", "head_dim"),
+    "layers/attn/v_proj/kernel": ("layer", "embed", "kv_heads", "head_dim"),
+    "layers/attn/o_proj/kernel": ("layer", "heads", "head_dim", "embed"),
+    "layers/attn/q_norm/scale": ("layer", "norm"),
+    "layers/attn/k_norm/scale": ("layer", "norm"),
+    "layers/mlp/gate_proj/kernel": ("layer", "embed", "ff"),
+    "layers/mlp/up_proj/kernel": ("layer", "embed", "ff"),
+    "layers/mlp/down_proj/kernel": ("layer", "ff", "embed"),
+    "layers/input_norm/scale": ("layer", "norm"),
+    "layers/post_attn_norm/scale": ("layer", "norm"),
+    "final_norm/scale": ("norm",),
+    "lm_head/kernel": ("embed", "vocab"),
+}
+
+
+def trainer_shapes(cfg: DecoderConfig, dtype: Any = jnp.float32) -> Tree:
+    """The trainer tree as ``jax.ShapeDtypeStruct`` leaves (fp32 masters by default), nested by ``/``."""
+    L, D, H, KV, K, F, V = (
+        cfg.num_layers,
+        cfg.d_model,
+        cfg.num_heads,
+        cfg.num_kv_heads,
+        cfg.head_dim,
+        cfg.d_ff,
+        cfg.vocab_size,
+    )
+    sizes = {"layer": L, "embed": D, "heads": H, "kv_heads": KV, "head_dim": K, "ff": F, "vocab": V}
+    norm_size = {"q_norm": K, "k_norm": K, "input_norm": D, "post_attn_norm": D, "final_norm": D}
+    tree: Tree = {}
+    for path, axes in TRAINER_AXES.items():
+        if path == "lm_head/kernel" and cfg.tied_embeddings:
+            continue
+        parts = path.split("/")
+        shape = tuple(norm_size[parts[-2]] if a == "norm" else sizes[a] for a in axes)
+        node = tree
+        for part in parts[:-1]:
+            node = node.setdefault(part, {})
+        node[parts[-1]] = jax.ShapeDtypeStruct(shape, dtype)
+    return tree
+
+
+def kv_groups(cfg: DecoderConfig, tp: int) -> int:
+    """Number of KV groups G in the engine's fused QKV: KV heads are replicated when tp exceeds them.
+
+    Every group holds Q = num_heads // G query heads, one key and one value head, and groups divide by tp.
+    """
+    if cfg.num_heads % tp:
+        raise ValueError(f"tp={tp} must divide num_heads={cfg.num_heads}")
+    if cfg.num_kv_heads % tp == 0:
+        return cfg.num_kv_heads
+    if tp % cfg.num_kv_heads == 0:
+        return tp
+    raise ValueError(f"tp={tp} must divide num_kv_heads={cfg.num_kv_heads} or be a multiple of it")
+
+
+def engine_specs(cfg: DecoderConfig, axis: str = "tp") -> Tree:
+    """Partition specs of the engine tree over one tensor-parallel mesh axis."""
+    P = PartitionSpec
+    layer = {
+        "input_norm": P(),
+        "qkv": P(None, axis),
+        "q_norm": P(),
+        "k_norm": P(),
+        "o": P(axis),
+        "post_attn_norm": P(),
+        "gate_up": P(None, None, axis),
+        "down": P(axis),
+    }
+    tree: Tree = {
+        "embed": P(),
+        "layers": {str(i): dict(layer) for i in range(cfg.num_layers)},
+        "final_norm": P(),
+    }
+    if not cfg.tied_embeddings:
+        tree["lm_head"] = P(None, axis)
+    return tree
+
+
+def convert(params: Tree, cfg: DecoderConfig, tp: int, dtype: Any = jnp.bfloat16) -> Tree:
+    """The engine tree of a trainer tree, cast to ``dtype``.
+
+    Engine tensors, with G = kv_groups(cfg, tp) and Q = num_heads // G:
+    ``embed [V, D]``, per layer ``qkv [D, G, Q + 2, K]`` (Q queries, then one key, one value per group),
+    ``o [G, Q, K, D]``, ``gate_up [D, 2, F]``, ``down [F, D]``, norms, ``final_norm [D]`` and, untied,
+    ``lm_head [D, V]``.
+    """
+    G = kv_groups(cfg, tp)
+    Q, K, D = cfg.num_heads // G, cfg.head_dim, cfg.d_model
+    repeat = G // cfg.num_kv_heads
+    attn, mlp = params["layers"]["attn"], params["layers"]["mlp"]
+
+    def layer(i: int) -> Tree:
+        q_DxGxQxK = attn["q_proj"]["kernel"][i].reshape(D, G, Q, K)
+        k_DxGx1xK = jnp.repeat(attn["k_proj"]["kernel"][i], repeat, axis=1)[:, :, None, :]
+        v_DxGx1xK = jnp.repeat(attn["v_proj"]["kernel"][i], repeat, axis=1)[:, :, None, :]
+        return {
+            "input_norm": params["layers"]["input_norm"]["scale"][i],
+            "qkv": jnp.concatenate([q_DxGxQxK, k_DxGx1xK, v_DxGx1xK], axis=2),
+            "q_norm": attn["q_norm"]["scale"][i],
+            "k_norm": attn["k_norm"]["scale"][i],
+            "o": attn["o_proj"]["kernel"][i].reshape(G, Q, K, D),
+            "post_attn_norm": params["layers"]["post_attn_norm"]["scale"][i],
+            "gate_up": jnp.stack([mlp["gate_proj"]["kernel"][i], mlp["up_proj"]["kernel"][i]], axis=1),
+            "down": mlp["down_proj"]["kernel"][i],
+        }
+
+    tree: Tree = {
+        "embed": params["embed"]["embedding"],
+        "layers": {str(i): layer(i) for i in range(cfg.num_layers)},
+        "final_norm": params["final_norm"]["scale"],
+    }
+    if not cfg.tied_embeddings:
+        tree["lm_head"] = params["lm_head"]["kernel"]
+    return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+
+def engine_abstract(cfg: DecoderConfig, mesh: Mesh, dtype: Any = jnp.bfloat16, axis: str = "tp") -> Tree:
+    """The engine tree as ``jax.ShapeDtypeStruct`` leaves with ``NamedSharding`` over ``mesh``."""
+    shapes = jax.eval_shape(lambda p: convert(p, cfg, mesh.shape[axis], dtype), trainer_shapes(cfg))
+    specs = engine_specs(cfg, axis)
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s)), shapes, specs
+    )
