@@ -1,0 +1,91 @@
+"""Rules across sections: what the types alone can't say. Each raises a ``ConfigError`` that names both sides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jaxrl_sync.config.errors import ConfigError, MissingFileError
+from jaxrl_sync.config.sections import RunConfig
+
+
+def check(config: RunConfig) -> None:
+    """Raise for the first rule that ``config`` breaks."""
+    _check_model(config)
+    _check_trainer_mesh(config)
+    _check_engine_mesh(config)
+    _check_loss(config)
+    _check_lengths(config)
+    _check_files(config)
+
+
+def _check_model(config: RunConfig) -> None:
+    m = config.model
+    if m.num_heads % m.num_kv_heads:
+        raise ConfigError(
+            f"model.num_heads={m.num_heads} must be a multiple of model.num_kv_heads={m.num_kv_heads}"
+        )
+    if m.head_dim % 2:
+        raise ConfigError(f"model.head_dim={m.head_dim} must be even (rotary embedding pairs its elements)")
+
+
+def _check_trainer_mesh(config: RunConfig) -> None:
+    t, m = config.trainer, config.model
+    have, want = t.processes * t.devices, t.mesh.size
+    if have != want:
+        raise ConfigError(
+            f"trainer.mesh dp={t.mesh.dp} x fsdp={t.mesh.fsdp} x tp={t.mesh.tp} needs {want} devices, found "
+            f"{have} (trainer.processes={t.processes} x trainer.devices={t.devices})"
+        )
+    _divides("trainer.mesh.tp", t.mesh.tp, "model.num_heads", m.num_heads)
+    _divides("trainer.mesh.tp", t.mesh.tp, "model.num_kv_heads", m.num_kv_heads)
+    _divides("trainer.mesh.tp", t.mesh.tp, "model.d_ff", m.d_ff)
+    _divides("trainer.mesh.fsdp", t.mesh.fsdp, "model.d_model", m.d_model)
+
+
+def _check_engine_mesh(config: RunConfig) -> None:
+    e, m = config.engine, config.model
+    tp = e.processes * e.devices
+    what = f"engine tp (engine.processes={e.processes} x engine.devices={e.devices})"
+    _divides(what, tp, "model.num_heads", m.num_heads)
+    _divides(what, tp, "model.d_ff", m.d_ff)
+    if m.num_kv_heads % tp and tp % m.num_kv_heads:
+        raise ConfigError(f"{what} = {tp} must divide model.num_kv_heads={m.num_kv_heads} or be a multiple of it")
+
+
+def _divides(what: str, size: int, of: str, total: int) -> None:
+    if total % size:
+        raise ConfigError(f"{what} = {size} must divide {of}={total}")
+
+
+def _check_loss(config: RunConfig) -> None:
+    if config.loop.staleness_bound >= 1 and config.loss.correction is None:
+        raise ConfigError(
+            f"loop.staleness_bound={config.loop.staleness_bound} trains on samples of older weights: state "
+            "loss.correction ('tis', 'masked_is', 'proximal', or 'none' to train uncorrected)"
+        )
+    if config.loss.mask_low >= config.loss.mask_high:
+        raise ConfigError(
+            f"loss.mask_low={config.loss.mask_low} must be below loss.mask_high={config.loss.mask_high}"
+        )
+
+
+def _check_lengths(config: RunConfig) -> None:
+    tokens, room = config.loop.sampling.max_tokens, config.engine.max_len
+    if tokens >= room:
+        raise ConfigError(
+            f"loop.sampling.max_tokens={tokens} leaves no room for a prompt in engine.max_len={room}"
+        )
+    if config.engine.max_len > config.trainer.seq_len:
+        raise ConfigError(
+            f"engine.max_len={config.engine.max_len} exceeds trainer.seq_len={config.trainer.seq_len}: the longest "
+            "sample must fit one packed row"
+        )
+    too_long = [b for b in config.engine.prefill_buckets if b > room]
+    if too_long:
+        raise ConfigError(f"engine.prefill_buckets has {too_long[0]}, above engine.max_len={room}")
+
+
+def _check_files(config: RunConfig) -> None:
+    for key, value in (("model.checkpoint", config.model.checkpoint), ("model.tokenizer", config.model.tokenizer)):
+        if value is not None and not Path(value).exists():
+            raise MissingFileError(f"{key}: {value} does not exist")

@@ -1,0 +1,264 @@
+"""The sections of a run's TOML file as pydantic models: every key, its type, its bounds and its default.
+
+This is the one place where a user-visible default stands. The rooms below have frozen dataclasses of their own;
+``jaxrl_sync.config.convert`` makes them from these models. Unknown keys are errors; types are strict (a quoted
+number is not a number).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Platform = Literal["cpu", "cuda", "tpu"]
+Scalar = bool | int | float | str
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, strict, no unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class RunSection(Section):
+    """The run as a whole and how it is supervised."""
+
+    name: str = "run"
+    """Prefix of the automatic run directory ``<root>/<name>-<date>-<time>``."""
+    root: str = "runs"
+    seed: NonNegative = 0
+    steps: Positive = 100
+    """Optimizer updates in all, counted from the first one of the first lineage."""
+    host: str = "127.0.0.1"
+    """Address that every listener of the run binds to."""
+    start_timeout_s: Seconds = 240.0
+    """From the start of a process to its first sign of life (compilation included)."""
+    stuck_timeout_s: Seconds = 180.0
+    """Without any progress for that long the run ends with the name of who is waited for."""
+    grace_s: Seconds = 10.0
+    """Between SIGTERM and SIGKILL of a process that is asked to stop."""
+    engine_restarts: NonNegative = 3
+    """Restarts in all per engine replica before its death ends the run."""
+    hub_restarts: NonNegative = 3
+
+
+class ModelSection(Section):
+    """Shape of the decoder; see ``jaxrl_sync.sharding.presets.qwen3.DecoderConfig``."""
+
+    vocab_size: Positive
+    num_layers: Positive
+    d_model: Positive
+    num_heads: Positive
+    num_kv_heads: Positive
+    head_dim: Positive
+    d_ff: Positive
+    rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+    tied_embeddings: bool = False
+    checkpoint: str | None = None
+    """Folder with safetensors weights that the trainer starts from; random weights without."""
+    tokenizer: str | None = None
+    """A ``tokenizer.json``; without it the task's own character tokenizer is used."""
+
+
+class TaskSection(Section):
+    """Which environment produces prompts and rewards; ``args`` go to the task as they are."""
+
+    name: str
+    seed: NonNegative = 0
+    args: dict[str, Scalar] = {}
+
+
+class MeshTable(Section):
+    """Sizes of the trainer's mesh axes."""
+
+    dp: Positive = 1
+    fsdp: Positive = 1
+    tp: Positive = 1
+
+    @property
+    def size(self) -> int:
+        """Number of devices of the mesh."""
+        return self.dp * self.fsdp * self.tp
+
+
+class RoleSection(Section):
+    """What every role that computes has: its platform, its devices, its environment."""
+
+    platform: Platform = "cpu"
+    processes: Positive = 1
+    """Processes that form one JAX world."""
+    devices: Positive = 1
+    """Devices per process; on ``cpu`` that many virtual ones."""
+    memory_fraction: Fraction | None = None
+    threads: NonNegative = 0
+    """Cap on the compute threads of one process; 0 leaves it to the runtime."""
+    env: dict[str, str] = {}
+
+
+class TrainerSection(RoleSection):
+    """Mesh, precision, optimizer, packing and checkpoints of the trainer."""
+
+    mesh: MeshTable = MeshTable()
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    remat: bool = False
+    optimizer: Literal["adamw"] = "adamw"
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegative = 0
+    final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Learning rate at the last step over the peak one (linear and cosine)."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    clip_norm: Annotated[float, Field(gt=0)] = 1.0
+    seq_len: Positive = 128
+    """Length of one packed row."""
+    rows: Positive = 8
+    """Rows per micro-batch and data rank; the token budget of a micro-batch is ``rows * seq_len``."""
+    logprob_chunk: Positive = 256
+    """Positions whose logits exist at once while log-probs are computed."""
+    checkpoint_every_steps: NonNegative = 0
+    """0 writes only the last one."""
+    checkpoint_keep: Positive = 2
+    sft_steps: NonNegative = 0
+    """Supervised updates on the task's demonstrations before version 0 (0: none)."""
+    sft_learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+
+
+class LossSection(Section):
+    """The objective and its off-policy correction."""
+
+    algorithm: Literal["grpo"] = "grpo"
+    correction: Literal["none", "tis", "masked_is", "proximal"] | None = None
+    """How samples of an older policy are corrected; must be stated when ``loop.staleness_bound`` >= 1."""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    tis_cap: Annotated[float, Field(gt=0)] = 2.0
+    mask_low: Annotated[float, Field(gt=0)] = 0.125
+    mask_high: Annotated[float, Field(gt=0)] = 8.0
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL term to the frozen reference policy (version 0)."""
+    normalize_std: bool = True
+    """Divide a group's centred rewards by their standard deviation."""
+
+
+class SamplingTable(Section):
+    """How tokens are drawn; top_k 0 and top_p 1 are off."""
+
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_k: NonNegative = 0
+    top_p: Fraction = 1.0
+    max_tokens: Positive = 64
+
+
+class LoopSection(Section):
+    """The asynchronous loop: batch, staleness, permits, deadlines."""
+
+    staleness_bound: NonNegative
+    """Largest number of updates between the weights that made a sample and the ones it trains; 0 is synchronous."""
+    prompts_per_step: Positive = 16
+    group_size: Positive = 8
+    """Rollouts per prompt; one engine request carries the whole group."""
+    inflight_groups: NonNegative = 0
+    """Permits; 0 means as many as staleness allows."""
+    group_timeout_s: Seconds = 120.0
+    retry_cap: NonNegative = 2
+    """Times a group is tried again before its prompt is dropped."""
+    max_consecutive_drops: Positive = 32
+    """Prompts dropped in a row before the run ends with their cause."""
+    target_lag: Positive = 2
+    """Batches the orchestrator may ship ahead of the trainer's committed version."""
+    swap_timeout_s: Seconds = 60.0
+    step_timeout_s: Seconds = 180.0
+    """Deadline on one training step, from frame to acknowledgement."""
+    drop_uniform_groups: bool = False
+    """Filter groups whose rewards are all equal (they carry no gradient)."""
+    sampling: SamplingTable = SamplingTable()
+
+
+class EngineSection(RoleSection):
+    """Replicas of the inference engine; the mesh is one tensor-parallel axis over all devices of a replica."""
+
+    replicas: Positive = 1
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    slots: Positive = 64
+    """Sequences decoded at once."""
+    max_len: Positive = 256
+    """Prompt and answer together, in tokens."""
+    prefill_buckets: tuple[Positive, ...] = Field(default=(), strict=False)
+    """Prompt lengths that are compiled; empty: powers of two up to ``max_len``."""
+    deterministic: bool = False
+    """Fixed decode and prefill shapes, so that a sample does not depend on its neighbours."""
+    swap_policy: Literal["approved", "auto"] = "approved"
+    queue_limit: Positive = 1024
+    """Requests that may wait before new ones are refused."""
+    port: NonNegative = 0
+
+
+class HubSection(Section):
+    """The directory of versions and members."""
+
+    port: NonNegative = 0
+    ttl_s: Seconds = 10.0
+    """Lease of a member; its heartbeat comes three times as often."""
+
+
+class EvalSection(Section):
+    """Evaluation, pinned to one version, overlapping training."""
+
+    every_steps: NonNegative = 0
+    """0 evaluates only version 0 and the last one."""
+    prompts: Positive = 64
+    samples: Positive = 1
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    timeout_s: Seconds = 180.0
+
+
+class TcpTable(Section):
+    """The TCP transport."""
+
+    connections: Positive = 2
+    chunk_bytes: Positive = 4 << 20
+
+
+class SyncSection(Section):
+    """How weights travel."""
+
+    transport: Literal["auto", "shm", "tcp"] = "auto"
+    payload: Literal["full"] = "full"
+    wire_dtype: Literal["engine"] = "engine"
+    """Weights are cast once, on the trainer, to the engine's dtype."""
+    every_steps: Positive = 1
+    """Updates between two publishes."""
+    kv_policy: Literal["keep", "recompute"] = "keep"
+    """What running sequences do with their KV cache at a swap."""
+    pause_mode: Literal["keep", "wait", "abort"] = "keep"
+    slots: Annotated[int, Field(ge=2, le=8)] = 2
+    threads: Positive = 1
+    """Threads that pack and scatter."""
+    timeout_s: Seconds = 60.0
+    verify: bool = True
+    """Check the state digest of every received version before it serves."""
+    tcp: TcpTable = TcpTable()
+
+
+class RunConfig(Section):
+    """One run: what ``config.toml`` holds."""
+
+    run: RunSection = RunSection()
+    model: ModelSection
+    task: TaskSection
+    trainer: TrainerSection = TrainerSection()
+    loss: LossSection = LossSection()
+    loop: LoopSection
+    engine: EngineSection = EngineSection()
+    hub: HubSection = HubSection()
+    eval: EvalSection = EvalSection()
+    sync: SyncSection = SyncSection()
