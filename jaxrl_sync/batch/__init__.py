@@ -1,0 +1,1 @@
+"""Rollout records, packing, the batch frame and its data connection. numpy only: never imports jax."""
