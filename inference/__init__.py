@@ -1,0 +1,1 @@
+"""The inference engine: continuous batching, sampling, versions per token, swaps between decode steps."""
