@@ -1,0 +1,211 @@
+"""Length-prefixed messages over a stream socket: a JSON header and raw bytes, with a deadline on every wait.
+
+A message is ``magic (4) | header length (u32) | payload length (u64) | header JSON | payload``, little endian.
+The header is a JSON object; payload bytes are never interpreted here. Sockets are switched to non-blocking
+and waits go through ``poll``, so that one thread may send while another receives, each under its own deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from jaxrl_sync.transfer.errors import DeadlineError, PeerLost, ProtocolError
+
+Buffer = bytes | bytearray | memoryview
+
+MAX_HEADER_BYTES = 16 << 20
+_PREFIX = struct.Struct("<4sIQ")
+_MAGIC = b"jxs1"
+_IOV_MAX = 512
+
+
+def _wait(sock: socket.socket, event: int, deadline: float, what: str) -> None:
+    """Block until ``event`` is ready on the socket; DeadlineError at ``deadline`` (monotonic seconds)."""
+    remaining = deadline - time.monotonic()
+    if remaining > 0:
+        poller = select.poll()
+        poller.register(sock, event)
+        if poller.poll(max(1, int(remaining * 1000))):
+            return
+    raise DeadlineError(f"{what}: no progress before the deadline")
+
+
+def send_all(sock: socket.socket, buffers: Sequence[Buffer], deadline: float, peer: str = "peer") -> int:
+    """Send every byte of ``buffers`` with scatter/gather calls and return their number.
+
+    Raises PeerLost when the peer is gone and DeadlineError at ``deadline``. Part of the bytes may then be
+    on the way: the stream is of no further use.
+    """
+    views = [v for v in (memoryview(b).cast("B") for b in buffers) if v.nbytes]
+    total = sum(v.nbytes for v in views)
+    first = 0
+    while first < len(views):
+        try:
+            sent = sock.sendmsg(views[first : first + _IOV_MAX])
+        except BlockingIOError:
+            _wait(sock, select.POLLOUT, deadline, f"sending to {peer}")
+            continue
+        except OSError as error:
+            raise PeerLost(f"{peer} is gone while sending: {error}") from error
+        while sent:
+            step = min(sent, views[first].nbytes)
+            views[first] = views[first][step:]
+            sent -= step
+            first += views[first].nbytes == 0
+    return total
+
+
+def recv_exact_into(sock: socket.socket, view: memoryview, deadline: float, peer: str = "peer") -> None:
+    """Fill ``view`` (bytes, writable) from the socket. Raises PeerLost on end of stream, DeadlineError."""
+    done = 0
+    while done < view.nbytes:
+        try:
+            got = sock.recv_into(view[done:])
+        except BlockingIOError:
+            _wait(sock, select.POLLIN, deadline, f"receiving from {peer}")
+            continue
+        except OSError as error:
+            raise PeerLost(f"{peer} is gone while receiving: {error}") from error
+        if got == 0:
+            raise PeerLost(f"{peer} closed the connection after {done} of {view.nbytes} bytes")
+        done += got
+
+
+class Connection:
+    """A stream socket that speaks messages. Owns the socket; ``close()`` wakes every thread that waits on it.
+
+    One thread may send while another receives; several senders (or receivers) are serialised by a lock.
+    """
+
+    def __init__(self, sock: socket.socket, peer: str) -> None:
+        sock.setblocking(False)
+        with contextlib.suppress(OSError):  # a socketpair has no such option
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock = sock
+        self.peer = peer
+        self._send_lock = threading.Lock()
+        self._recv_lock = threading.Lock()
+        self._closed = False
+
+    def send(self, header: dict[str, Any], *payload: Buffer, timeout_s: float) -> None:
+        """Send one message; blocks until the kernel took all of it. PeerLost, DeadlineError."""
+        deadline = time.monotonic() + timeout_s
+        text = json.dumps(header, separators=(",", ":")).encode()
+        prefix = _PREFIX.pack(_MAGIC, len(text), sum(memoryview(p).nbytes for p in payload))
+        with self._send_lock:
+            self._check_open()
+            send_all(self.sock, [prefix + text, *payload], deadline, self.peer)
+
+    def recv(self, timeout_s: float, max_payload_bytes: int = 0) -> tuple[dict[str, Any], bytearray]:
+        """Receive one message as (header, payload). ProtocolError above the size limits, PeerLost, DeadlineError.
+
+        After a DeadlineError that came before the first byte the connection may be used again; after any
+        other error it may not.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._recv_lock:
+            self._check_open()
+            header, payload_bytes = self._recv_header(deadline)
+            if payload_bytes > max_payload_bytes:
+                raise ProtocolError(
+                    f"{self.peer} sent a payload of {payload_bytes} bytes, the limit here is {max_payload_bytes}"
+                )
+            payload = bytearray(payload_bytes)
+            recv_exact_into(self.sock, memoryview(payload), deadline, self.peer)
+        return header, payload
+
+    def recv_into(self, views: Sequence[memoryview], timeout_s: float) -> dict[str, Any]:
+        """Receive one message whose payload fills ``views`` exactly; returns the header. ProtocolError if not."""
+        deadline = time.monotonic() + timeout_s
+        expected = sum(v.nbytes for v in views)
+        with self._recv_lock:
+            self._check_open()
+            header, payload_bytes = self._recv_header(deadline)
+            if payload_bytes != expected:
+                raise ProtocolError(f"{self.peer} sent {payload_bytes} payload bytes, expected {expected}")
+            for view in views:
+                recv_exact_into(self.sock, view.cast("B"), deadline, self.peer)
+        return header
+
+    def wait_readable(self, timeout_s: float) -> bool:
+        """Whether a message (or the end of the stream) arrives within ``timeout_s``."""
+        try:
+            _wait(self.sock, select.POLLIN, time.monotonic() + timeout_s, self.peer)
+        except DeadlineError:
+            return False
+        except (OSError, ValueError):  # closed by another thread: the next recv says so
+            return True
+        return True
+
+    def _recv_header(self, deadline: float) -> tuple[dict[str, Any], int]:
+        prefix = bytearray(_PREFIX.size)
+        recv_exact_into(self.sock, memoryview(prefix), deadline, self.peer)
+        magic, header_bytes, payload_bytes = _PREFIX.unpack(prefix)
+        if magic != _MAGIC or header_bytes > MAX_HEADER_BYTES:
+            raise ProtocolError(
+                f"{self.peer} sent {bytes(magic)!r} and a header of {header_bytes} bytes, "
+                f"expected {_MAGIC!r} and at most {MAX_HEADER_BYTES}"
+            )
+        text = bytearray(header_bytes)
+        recv_exact_into(self.sock, memoryview(text), deadline, self.peer)
+        try:
+            header = json.loads(bytes(text))
+        except ValueError as error:
+            raise ProtocolError(f"{self.peer} sent a header that isn't JSON: {error}") from error
+        if not isinstance(header, dict):
+            raise ProtocolError(
+                f"{self.peer} sent a header of type {type(header).__name__}, expected an object"
+            )
+        return header, payload_bytes
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PeerLost(f"the connection to {self.peer} was closed on this side")
+
+    def close(self) -> None:
+        """Close the socket; waits in other threads end with PeerLost. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def listen(host: str, port: int = 0, backlog: int = 64) -> socket.socket:
+    """A listening TCP socket, without delay, on ``host`` (loopback unless the caller was told otherwise)."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(backlog)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def dial(address: str, timeout_s: float) -> socket.socket:
+    """A TCP connection to ``host:port``. PeerLost when nobody answers, DeadlineError when it takes too long."""
+    host, _, port = address.rpartition(":")
+    try:
+        return socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
+    except TimeoutError as error:
+        raise DeadlineError(f"connecting to {address} took more than {timeout_s:g} s") from error
+    except OSError as error:
+        raise PeerLost(f"can't connect to {address}: {error}") from error
