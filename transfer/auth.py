@@ -110,8 +110,8 @@ def accept(
 ) -> Hello:
     """The listener's half of ``connect``: returns the peer's hello once it has proved the token.
 
-    ``reply`` is what the peer gets, or a function of its hello; if that raises a TransferError the peer is told
-    the message and the error goes on. AuthError on a wrong token, run id or replay, PeerLost, DeadlineError.
+    ``reply`` is what the peer gets, or a function of its hello; if that raises a TransferError the peer is
+    told the message and the error goes on. AuthError on a wrong token, run id or replay, PeerLost, DeadlineError.
     """
     deadline = time.monotonic() + deadline_s
     sock.setblocking(False)

@@ -1,4 +1,4 @@
-"""Named errors of the transfer room; each has one clear line and the exit code that the command line returns."""
+"""Named errors of the transfer room; each has one clear line and an exit code for the command line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from jaxrl_sync.sharding.errors import UserError
 
 
 class TransferError(UserError):
-    """A transfer, a peer or the hub failed; the message names the peer, the value found and the one expected."""
+    """A transfer, a peer or the hub failed; the message names the peer, the value found and the expected."""
 
     exit_code = 4
 

@@ -1,8 +1,8 @@
-"""Length-prefixed messages over a stream socket: a JSON header and raw bytes, with a deadline on every wait.
+"""Length-prefixed messages over a stream socket: a JSON header, raw bytes, a deadline on every wait.
 
-A message is ``magic (4) | header length (u32) | payload length (u64) | header JSON | payload``, little endian.
-The header is a JSON object; payload bytes are never interpreted here. Sockets are switched to non-blocking
-and waits go through ``poll``, so that one thread may send while another receives, each under its own deadline.
+A message is ``magic (4) | header length (u32) | payload length (u64) | header JSON | payload``, little
+endian. The header is a JSON object; payload bytes are never interpreted here. Sockets are non-blocking and
+waits go through ``poll``, so that one thread may send while another receives, each under its own deadline.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Connection:
             send_all(self.sock, [prefix + text, *payload], deadline, self.peer)
 
     def recv(self, timeout_s: float, max_payload_bytes: int = 0) -> tuple[dict[str, Any], bytearray]:
-        """Receive one message as (header, payload). ProtocolError above the size limits, PeerLost, DeadlineError.
+        """Receive one message: (header, payload). ProtocolError above a size limit, PeerLost, DeadlineError.
 
         After a DeadlineError that came before the first byte the connection may be used again; after any
         other error it may not.
@@ -116,14 +116,14 @@ class Connection:
             header, payload_bytes = self._recv_header(deadline)
             if payload_bytes > max_payload_bytes:
                 raise ProtocolError(
-                    f"{self.peer} sent a payload of {payload_bytes} bytes, the limit here is {max_payload_bytes}"
+                    f"{self.peer} sent a payload of {payload_bytes} bytes, limit {max_payload_bytes}"
                 )
             payload = bytearray(payload_bytes)
             recv_exact_into(self.sock, memoryview(payload), deadline, self.peer)
         return header, payload
 
     def recv_into(self, views: Sequence[memoryview], timeout_s: float) -> dict[str, Any]:
-        """Receive one message whose payload fills ``views`` exactly; returns the header. ProtocolError if not."""
+        """Receive one message whose payload fills ``views``; returns the header. ProtocolError if it doesn't."""
         deadline = time.monotonic() + timeout_s
         expected = sum(v.nbytes for v in views)
         with self._recv_lock:
@@ -201,7 +201,7 @@ def listen(host: str, port: int = 0, backlog: int = 64) -> socket.socket:
 
 
 def dial(address: str, timeout_s: float) -> socket.socket:
-    """A TCP connection to ``host:port``. PeerLost when nobody answers, DeadlineError when it takes too long."""
+    """A TCP connection to ``host:port``. PeerLost when nobody answers, DeadlineError when slow."""
     host, _, port = address.rpartition(":")
     try:
         return socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
