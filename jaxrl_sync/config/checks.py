@@ -1,4 +1,4 @@
-"""Rules across sections: what the types alone can't say. Each raises a ``ConfigError`` that names both sides."""
+"""Rules across sections, which types alone can't say. Each raises a ``ConfigError`` naming both sides."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def _check_engine_mesh(config: RunConfig) -> None:
     _divides(what, tp, "model.num_heads", m.num_heads)
     _divides(what, tp, "model.d_ff", m.d_ff)
     if m.num_kv_heads % tp and tp % m.num_kv_heads:
-        raise ConfigError(f"{what} = {tp} must divide model.num_kv_heads={m.num_kv_heads} or be a multiple of it")
+        raise ConfigError(
+            f"{what} = {tp} must divide or be a multiple of model.num_kv_heads={m.num_kv_heads}"
+        )
 
 
 def _divides(what: str, size: int, of: str, total: int) -> None:
@@ -77,8 +79,8 @@ def _check_lengths(config: RunConfig) -> None:
         )
     if config.engine.max_len > config.trainer.seq_len:
         raise ConfigError(
-            f"engine.max_len={config.engine.max_len} exceeds trainer.seq_len={config.trainer.seq_len}: the longest "
-            "sample must fit one packed row"
+            f"engine.max_len={config.engine.max_len} exceeds trainer.seq_len={config.trainer.seq_len}: "
+            "the longest sample must fit one packed row"
         )
     too_long = [b for b in config.engine.prefill_buckets if b > room]
     if too_long:
@@ -86,6 +88,7 @@ def _check_lengths(config: RunConfig) -> None:
 
 
 def _check_files(config: RunConfig) -> None:
-    for key, value in (("model.checkpoint", config.model.checkpoint), ("model.tokenizer", config.model.tokenizer)):
+    for key in ("checkpoint", "tokenizer"):
+        value = getattr(config.model, key)
         if value is not None and not Path(value).exists():
-            raise MissingFileError(f"{key}: {value} does not exist")
+            raise MissingFileError(f"model.{key}: {value} does not exist")

@@ -23,7 +23,7 @@ from jaxrl_sync.config.sections import RunConfig
 def load(path: str | Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:
     """The config in the file at ``path`` with ``overrides`` (dotted key -> value) laid over it, checked.
 
-    Raises ``MissingFileError`` (exit code 3) for a file that is not there and ``ConfigError`` (2) for the rest.
+    Raises ``MissingFileError`` (exit code 3) for a file that is not there, ``ConfigError`` (2) for the rest.
     """
     path = Path(path)
     try:
@@ -67,7 +67,7 @@ def render(config: RunConfig) -> str:
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
     """``["--loop.staleness_bound", "2", "--eval.prompts=8"]`` as dotted keys and values.
 
-    A value is read as TOML where it is TOML (number, true, false, list, quoted string) and taken as text otherwise.
+    A value is read as TOML where it is TOML (number, true, false, list, quoted string), else taken as text.
     """
     found: dict[str, Any] = {}
     rest = list(words)

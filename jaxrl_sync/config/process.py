@@ -26,7 +26,7 @@ class PeerError(UserError, RuntimeError):
 class Timeline:
     """Rows ``{"t0", "t1", "kind", "step"?, "version"?}`` appended to one JSON-lines file; thread-safe.
 
-    Owns the file; a row is written whole and flushed, so a reader of an unfinished run sees only complete lines.
+    Owns the file. A row is written whole and flushed, so a reader of an unfinished run sees whole lines.
     """
 
     def __init__(self, path: Path) -> None:
@@ -35,7 +35,14 @@ class Timeline:
         self._lock = threading.Lock()
 
     def record(
-        self, kind: str, t0: float, t1: float, *, step: int | None = None, version: int | None = None, **more: Any
+        self,
+        kind: str,
+        t0: float,
+        t1: float,
+        *,
+        step: int | None = None,
+        version: int | None = None,
+        **more: Any,
     ) -> None:
         """One span from ``t0`` to ``t1`` (``time.time()`` seconds)."""
         row = {"t0": t0, "t1": t1, "kind": kind, "step": step, "version": version, **more}
@@ -50,7 +57,7 @@ class Timeline:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessContext:
-    """One process of a run. ``rank`` of ``world_size`` processes of one JAX world; ``replica`` for engines."""
+    """One process of a run: ``rank`` of the ``world_size`` processes of one JAX world."""
 
     role: str
     name: str
@@ -67,7 +74,7 @@ class ProcessContext:
     """Set by SIGTERM and SIGINT: drain, write what must be kept, return."""
 
     def wait_hub(self, timeout_s: float) -> str:
-        """The hub's URL: as given, or from ``RUN_DIR/proc/hub.json`` once that is there; blocks up to ``timeout_s``."""
+        """The hub's URL: as given, or from ``RUN_DIR/proc/hub.json``; blocks up to ``timeout_s`` for it."""
         if self.hub_url is not None:
             return self.hub_url
         path, deadline = self.run_dir / "proc" / "hub.json", time.monotonic() + timeout_s
@@ -75,12 +82,14 @@ class ProcessContext:
             if path.exists():
                 return str(json.loads(path.read_text(encoding="utf8"))["url"])
             time.sleep(0.05)
-        raise PeerError(f"{self.name}: no hub within {timeout_s:g} s: {path} did not appear; is the hub running?")
+        raise PeerError(f"{self.name}: no hub within {timeout_s:g} s: {path} did not appear")
 
     def announce(self, url: str | None = None) -> None:
         """Write ``RUN_DIR/proc/<name>.json`` atomically: this process is up."""
-        row = {"name": self.name, "role": self.role, "pid": os.getpid(), "url": url}
-        write_json(self.run_dir / "proc" / f"{self.name}.json", {k: v for k, v in row.items() if v is not None})
+        row = {"name": self.name, "role": self.role, "pid": os.getpid()}
+        if url is not None:
+            row["url"] = url
+        write_json(self.run_dir / "proc" / f"{self.name}.json", row)
 
     def open_timeline(self) -> Timeline:
         """The timeline of this process; the caller closes it."""

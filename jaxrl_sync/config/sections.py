@@ -1,8 +1,8 @@
 """The sections of a run's TOML file as pydantic models: every key, its type, its bounds and its default.
 
-This is the one place where a user-visible default stands. The rooms below have frozen dataclasses of their own;
-``jaxrl_sync.config.convert`` makes them from these models. Unknown keys are errors; types are strict (a quoted
-number is not a number).
+This is the one place where a user-visible default stands. The rooms have frozen dataclasses of their own;
+``jaxrl_sync.config.convert`` makes them from these models. Unknown keys are errors; types are strict (a
+quoted number is not a number).
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class LoopSection(Section):
     """The asynchronous loop: batch, staleness, permits, deadlines."""
 
     staleness_bound: NonNegative
-    """Largest number of updates between the weights that made a sample and the ones it trains; 0 is synchronous."""
+    """Updates that the weights which made a sample may lag behind those it trains; 0 is synchronous."""
     prompts_per_step: Positive = 16
     group_size: Positive = 8
     """Rollouts per prompt; one engine request carries the whole group."""
@@ -184,7 +184,7 @@ class LoopSection(Section):
 
 
 class EngineSection(RoleSection):
-    """Replicas of the inference engine; the mesh is one tensor-parallel axis over all devices of a replica."""
+    """Replicas of the inference engine; its mesh is one tensor-parallel axis over a replica's devices."""
 
     replicas: Positive = 1
     dtype: Literal["float32", "bfloat16"] = "bfloat16"

@@ -1,7 +1,7 @@
 """Writing the small part of TOML that a run's config uses: tables of scalars and flat lists.
 
-``tomllib`` of the standard library only reads. Values that are ``None`` are left out: an absent key and a ``None``
-are the same thing to the models.
+``tomllib`` of the standard library only reads. Values that are ``None`` are left out: an absent key and a
+``None`` are the same thing to the models.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def dumps(data: Mapping[str, Any]) -> str:
-    """``data`` as TOML text that ``tomllib.loads`` turns back into the same data (without the ``None`` values)."""
+    """``data`` as TOML text; ``tomllib.loads`` gives back the same data without the ``None`` values."""
     return "\n".join(_table(data, ())).lstrip("\n") + "\n"
 
 
