@@ -71,6 +71,11 @@ def load_token(path: str | Path) -> str:
     return text
 
 
+def run_id_of(token: str) -> str:
+    """The public name of the run that a token belongs to: 16 hex digits that don't reveal the token."""
+    return hmac.new(bytes.fromhex(token), b"jaxrl_sync run id", hashlib.sha256).hexdigest()[:16]
+
+
 def bearer_headers(token: str) -> dict[str, str]:
     """The HTTP header that carries the token."""
     return {"Authorization": f"Bearer {token}"}
@@ -111,7 +116,8 @@ def accept(
     """The listener's half of ``connect``: returns the peer's hello once it has proved the token.
 
     ``reply`` is what the peer gets, or a function of its hello; if that raises a TransferError the peer is
-    told the message and the error goes on. AuthError on a wrong token, run id or replay, PeerLost, DeadlineError.
+    told the message and the error goes on. AuthError on a wrong token, run id or replay; PeerLost;
+    DeadlineError.
     """
     deadline = time.monotonic() + deadline_s
     sock.setblocking(False)

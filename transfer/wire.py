@@ -123,7 +123,7 @@ class Connection:
         return header, payload
 
     def recv_into(self, views: Sequence[memoryview], timeout_s: float) -> dict[str, Any]:
-        """Receive one message whose payload fills ``views``; returns the header. ProtocolError if it doesn't."""
+        """Receive one message whose payload fills ``views``; returns the header. ProtocolError."""
         deadline = time.monotonic() + timeout_s
         expected = sum(v.nbytes for v in views)
         with self._recv_lock:
