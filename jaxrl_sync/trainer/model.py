@@ -1,0 +1,218 @@
+"""The trainer's decoder in Flax NNX: its state is exactly the trainer tree of ``sharding.presets.qwen3``.
+
+Steps of ``hidden_states``: cast the fp32 masters to the compute dtype and gather their FSDP shards, look the
+tokens up, scan one layer module over the leading layer dimension, normalise. The head is applied in
+``logprobs``, a piece of the sequence at a time. Shape letters: B rows, S tokens of a row, D model,
+H query heads, N key/value heads, G = H // N, K head size, F feed-forward, L layers, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxrl_sync.sharding.presets.qwen3 import TRAINER_AXES, DecoderConfig
+from jaxrl_sync.trainer.axes import Tree, constrain
+from jaxrl_sync.trainer.config import TrainerConfig
+
+_MASKED = -1e30  # finite, so that a row of padding has a softmax and no NaN
+
+
+class Kernel(nnx.Module):
+    """One projection; the caller names the contraction."""
+
+    def __init__(self, shape: tuple[int, ...], std: float, rngs: nnx.Rngs) -> None:
+        self.kernel = nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32))
+
+    def __call__(self, x: jax.Array, contraction: str) -> jax.Array:
+        return jnp.einsum(contraction, x, self.kernel[...])
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * scale over the last dimension, in float32."""
+
+    def __init__(self, shape: tuple[int, ...], eps: float) -> None:
+        self.scale = nnx.Param(jnp.ones(shape, jnp.float32))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+        return (x32 * inverse * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with q/k norm and RoPE over packed rows."""
+
+    def __init__(self, cfg: DecoderConfig, std: float, rngs: nnx.Rngs) -> None:
+        L, D, H, N, K = cfg.num_layers, cfg.d_model, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+        self.q_proj = Kernel((L, D, H, K), std, rngs)
+        self.k_proj = Kernel((L, D, N, K), std, rngs)
+        self.v_proj = Kernel((L, D, N, K), std, rngs)
+        self.o_proj = Kernel((L, H, K, D), std, rngs)
+        self.q_norm = RMSNorm((L, K), cfg.norm_eps)
+        self.k_norm = RMSNorm((L, K), cfg.norm_eps)
+
+    def __call__(self, x_BSD: jax.Array, rope: tuple[jax.Array, jax.Array], mask_BST: jax.Array) -> jax.Array:
+        q_BSHK = rotate(self.q_norm(self.q_proj(x_BSD, "bsd,dhk->bshk")), rope)
+        k_BTNK = rotate(self.k_norm(self.k_proj(x_BSD, "bsd,dnk->bsnk")), rope)
+        v_BTNK = self.v_proj(x_BSD, "bsd,dnk->bsnk")
+        B, S, H, K = q_BSHK.shape
+        N = k_BTNK.shape[2]
+        q_BSNGK = q_BSHK.reshape(B, S, N, H // N, K)
+        scores = jnp.einsum("bsngk,btnk->bngst", q_BSNGK, k_BTNK, preferred_element_type=jnp.float32)
+        scores = jnp.where(mask_BST[:, None, None], scores * K**-0.5, _MASKED)
+        weights = jax.nn.softmax(scores, axis=-1).astype(v_BTNK.dtype)
+        out_BSNGK = jnp.einsum("bngst,btnk->bsngk", weights, v_BTNK)
+        return self.o_proj(out_BSNGK.reshape(B, S, H, K), "bshk,hkd->bsd")
+
+
+class FeedForward(nnx.Module):
+    """SwiGLU."""
+
+    def __init__(self, cfg: DecoderConfig, std: float, rngs: nnx.Rngs) -> None:
+        L, D, F = cfg.num_layers, cfg.d_model, cfg.d_ff
+        self.gate_proj = Kernel((L, D, F), std, rngs)
+        self.up_proj = Kernel((L, D, F), std, rngs)
+        self.down_proj = Kernel((L, F, D), std, rngs)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        hidden_BSF = jax.nn.silu(self.gate_proj(x_BSD, "bsd,df->bsf")) * self.up_proj(x_BSD, "bsd,df->bsf")
+        return self.down_proj(hidden_BSF, "bsf,fd->bsd")
+
+
+class Layers(nnx.Module):
+    """All layers, stacked; called with one layer's slice merged in."""
+
+    def __init__(self, cfg: DecoderConfig, std: float, rngs: nnx.Rngs) -> None:
+        self.attn = Attention(cfg, std, rngs)
+        self.mlp = FeedForward(cfg, std, rngs)
+        self.input_norm = RMSNorm((cfg.num_layers, cfg.d_model), cfg.norm_eps)
+        self.post_attn_norm = RMSNorm((cfg.num_layers, cfg.d_model), cfg.norm_eps)
+
+    def __call__(self, x_BSD: jax.Array, rope: tuple[jax.Array, jax.Array], mask_BST: jax.Array) -> jax.Array:
+        x_BSD = x_BSD + self.attn(self.input_norm(x_BSD), rope, mask_BST)
+        return x_BSD + self.mlp(self.post_attn_norm(x_BSD))
+
+
+class Embed(nnx.Module):
+    """Token embedding."""
+
+    def __init__(self, cfg: DecoderConfig, std: float, rngs: nnx.Rngs) -> None:
+        shape = (cfg.vocab_size, cfg.d_model)
+        self.embedding = nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32))
+
+    def __call__(self, tokens_BS: jax.Array) -> jax.Array:
+        return self.embedding[...][tokens_BS]
+
+
+class Decoder(nnx.Module):
+    """The whole model; ``nnx.state`` of it has the paths of the trainer tree."""
+
+    def __init__(self, cfg: DecoderConfig, std: float, rngs: nnx.Rngs) -> None:
+        self.embed = Embed(cfg, std, rngs)
+        self.layers = Layers(cfg, std, rngs)
+        self.final_norm = RMSNorm((cfg.d_model,), cfg.norm_eps)
+        if not cfg.tied_embeddings:
+            self.lm_head = Kernel((cfg.d_model, cfg.vocab_size), std, rngs)
+
+
+def init_params(cfg: DecoderConfig, std: float, key: jax.Array) -> Tree:
+    """Fresh fp32 masters: normal with standard deviation ``std``, norms one."""
+    tree: Tree = nnx.to_pure_dict(nnx.state(Decoder(cfg, std, nnx.Rngs(params=key))))
+    return tree
+
+
+@functools.lru_cache
+def _graph(cfg: DecoderConfig) -> Any:
+    return nnx.split(nnx.eval_shape(lambda: Decoder(cfg, 1.0, nnx.Rngs(params=0))))[0]
+
+
+def rope_tables(positions_BS: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """cos and sin ``[B, S, 1, K/2]`` in float32 (RoPE, arXiv 2104.09864, in the half-split pairing)."""
+    exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+    angles = positions_BS[..., None].astype(jnp.float32) * theta**-exponent
+    return jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
+
+
+def rotate(x_BSHK: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotate the pairs (i, i + K/2) of every head by the position's angles."""
+    cos, sin = rope
+    first, second = jnp.split(x_BSHK.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BSHK.dtype)
+
+
+def attention_mask(segments_BS: jax.Array) -> jax.Array:
+    """``[B, S, S]``: a token sees itself and earlier tokens of its own segment; padding is segment 0."""
+    same = segments_BS[:, :, None] == segments_BS[:, None, :]
+    return jnp.tril(same)
+
+
+def compute_params(params: Tree, config: TrainerConfig, mesh: Mesh) -> Tree:
+    """The masters in the compute dtype, with the FSDP axis gathered unless every layer gathers its own."""
+
+    def place(path: Any, x: jax.Array) -> jax.Array:
+        name = "/".join(str(key.key) for key in path)
+        x = x.astype(config.compute_dtype)
+        if config.gather == "layer" and name.startswith("layers/"):
+            return x
+        return constrain(x, TRAINER_AXES[name], mesh, gathered=("embed",))
+
+    tree: Tree = jax.tree_util.tree_map_with_path(place, params)
+    return tree
+
+
+def _gather_layer(layer: Tree, mesh: Mesh) -> Tree:
+    def place(path: Any, x: jax.Array) -> jax.Array:
+        axes = TRAINER_AXES["/".join(["layers", *(str(key.key) for key in path)])][1:]
+        return constrain(x, axes, mesh, gathered=("embed",))
+
+    tree: Tree = jax.tree_util.tree_map_with_path(place, layer)
+    return tree
+
+
+def hidden_states(
+    compute: Tree,
+    cfg: DecoderConfig,
+    config: TrainerConfig,
+    mesh: Mesh,
+    tokens_BS: jax.Array,
+    positions_BS: jax.Array,
+    segments_BS: jax.Array,
+) -> jax.Array:
+    """Hidden states ``[B, S, D]`` after the final norm, in the compute dtype.
+
+    ``compute`` comes from ``compute_params``. Rows are packed: ``positions`` restart in every segment, and no
+    token sees another segment, so packed rows equal unpacked ones.
+    """
+    model = nnx.merge(_graph(cfg), compute)
+    rope = rope_tables(positions_BS, cfg.head_dim, cfg.rope_theta)
+    mask_BST = attention_mask(segments_BS)
+    graph, stacked = nnx.split(model.layers)
+    stacked = nnx.to_pure_dict(stacked)
+
+    def layer(x_BSD: jax.Array, weights: Tree) -> tuple[jax.Array, None]:
+        if config.gather == "layer":
+            weights = _gather_layer(weights, mesh)
+        x_BSD = nnx.merge(graph, weights)(x_BSD, rope, mask_BST)
+        return constrain(x_BSD, ("batch", "seq", "features"), mesh), None
+
+    body = jax.checkpoint(layer) if config.remat else layer
+    x_BSD = constrain(model.embed(tokens_BS), ("batch", "seq", "features"), mesh)
+    x_BSD, _ = jax.lax.scan(body, x_BSD, stacked)
+    hidden: jax.Array = model.final_norm(x_BSD)
+    return hidden
+
+
+def head_kernel(compute: Tree) -> jax.Array:
+    """The head ``[D, V]``: its own tensor, or the transposed embedding when tied."""
+    if "lm_head" in compute:
+        kernel: jax.Array = compute["lm_head"]["kernel"]
+        return kernel
+    return jnp.swapaxes(compute["embed"]["embedding"], 0, 1)

@@ -1,0 +1,60 @@
+"""The state of training: masters, optimizer moments, the number of committed updates, the random key."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig, trainer_shapes
+from jaxrl_sync.trainer.axes import Tree, param_shardings, replicated
+from jaxrl_sync.trainer.config import TrainerConfig
+from jaxrl_sync.trainer.model import init_params
+from jaxrl_sync.trainer.optimizer import make_optimizer, state_shardings
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """``params``: the trainer tree, float32. ``updates``: int32 scalar, committed optimizer updates.
+    ``rng``: raw uint32 key data, so that it is a plain array on disk."""
+
+    params: Tree
+    opt_state: Any
+    updates: jax.Array
+    rng: jax.Array
+
+
+def shardings(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> TrainState:
+    """A ``TrainState`` with a ``NamedSharding`` in place of every array."""
+    params = param_shardings(model, mesh)
+    scalar = replicated(mesh)
+    optimizer = make_optimizer(config.optimizer)
+    return TrainState(params, state_shardings(optimizer, trainer_shapes(model), params, scalar), scalar, scalar)
+
+
+def _create(model: DecoderConfig, config: TrainerConfig, seed: jax.Array) -> TrainState:
+    key = jax.random.key(seed)
+    params = init_params(model, config.init_std, jax.random.fold_in(key, 0))
+    opt_state = make_optimizer(config.optimizer).init(params)
+    rng = jax.random.key_data(jax.random.fold_in(key, 1))
+    return TrainState(params, opt_state, jnp.zeros((), jnp.int32), rng)
+
+
+def create(model: DecoderConfig, config: TrainerConfig, mesh: Mesh, seed: int) -> TrainState:
+    """A fresh state, made on the mesh with committed shardings; the same numbers on every mesh."""
+    make = jax.jit(lambda s: _create(model, config, s), out_shardings=shardings(model, config, mesh))
+    state: TrainState = make(jnp.uint32(seed))
+    return state
+
+
+def abstract(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> TrainState:
+    """The state as ``jax.ShapeDtypeStruct`` leaves with shardings: what a checkpoint is restored into."""
+    shapes = jax.eval_shape(lambda s: _create(model, config, s), jax.ShapeDtypeStruct((), jnp.uint32))
+    state: TrainState = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings(model, config, mesh)
+    )
+    return state

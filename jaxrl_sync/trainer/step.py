@@ -1,0 +1,170 @@
+"""One optimizer update as two compiled functions of fixed shapes: accumulate micro-batches, then apply.
+
+``accumulate`` adds a micro-batch's gradient *sum* and metric sums to an accumulator that it is given and gives
+back (donated); ``apply`` divides by the global token count once, updates the state in place (donated) and
+returns the accumulator zeroed. No shape depends on how many micro-batches, ranks or replicas there are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig, trainer_shapes
+from jaxrl_sync.trainer import state as train_state
+from jaxrl_sync.trainer.axes import Tree, batch_sharding, param_shardings, replicated
+from jaxrl_sync.trainer.config import LossConfig, TrainerConfig
+from jaxrl_sync.trainer.logprobs import policy_logprobs
+from jaxrl_sync.trainer.losses import METRICS, Batch, Sums, policy_loss, summarize, zero_sums
+from jaxrl_sync.trainer.optimizer import learning_rate, make_optimizer
+from jaxrl_sync.trainer.state import TrainState
+
+FIELDS: dict[str, Any] = {
+    "tokens": np.int32,
+    "positions": np.int32,
+    "segments": np.int32,
+    "loss_mask": np.bool_,
+    "advantages": np.float32,
+    "rollout_logprobs": np.float32,
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Accumulator:
+    """Gradient sums (the trainer tree, float32) and metric sums of the micro-batches so far."""
+
+    grads: Tree
+    sums: Sums
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The compiled functions of one trainer, for one mesh, model, batch shape and loss.
+
+    ``accumulate(params, accumulator, micro) -> accumulator``; ``apply(state, accumulator, N) ->
+    (state, accumulator, info)``; ``logprobs(params, micro) -> [rows, seq_len]``. ``accumulator`` and ``state``
+    are donated: the caller's references are dead afterwards.
+    """
+
+    mesh: Mesh
+    model: DecoderConfig
+    config: TrainerConfig
+    loss: LossConfig
+    accumulate: Callable[[Tree, Accumulator, Batch], Accumulator]
+    apply: Callable[[TrainState, Accumulator, jax.Array], tuple[TrainState, Accumulator, Sums]]
+    logprobs: Callable[[Tree, Batch], jax.Array]
+    zeros: Callable[[], Accumulator]
+
+    def put(self, fields: Mapping[str, np.ndarray[Any, Any]]) -> Batch:
+        """This process's rows of one micro-batch as global arrays ``[rows, seq_len]`` on the mesh."""
+        sharding = batch_sharding(self.mesh)
+        shape = (self.config.rows, self.config.seq_len)
+        return {
+            name: jax.make_array_from_process_local_data(sharding, np.asarray(fields[name], dtype), shape)
+            for name, dtype in FIELDS.items()
+        }
+
+    def update(
+        self, state: TrainState, accumulator: Accumulator, micros: Iterable[Batch], denominator: int
+    ) -> tuple[TrainState, Accumulator, dict[str, float]]:
+        """One whole update over ``micros``; waits for it and returns host metrics. Donates both arguments."""
+        for micro in micros:
+            accumulator = self.accumulate(state.params, accumulator, micro)
+        state, accumulator, info = self.apply(state, accumulator, self.scalar(denominator))
+        return state, accumulator, host_metrics(info, denominator)
+
+    def scalar(self, value: float) -> jax.Array:
+        """A committed float32 scalar on the mesh, so that no call sees an uncommitted argument."""
+        return jax.make_array_from_callback(
+            (), replicated(self.mesh), lambda _: np.asarray(value, np.float32)
+        )
+
+
+def host_metrics(info: Sums, denominator: float) -> dict[str, float]:
+    """Floats of one update: ``summarize`` of the sums, and grad_norm, learning_rate, skipped."""
+    values = {name: float(value) for name, value in jax.device_get(info).items()}
+    extra = {name: values[name] for name in ("grad_norm", "learning_rate", "skipped")}
+    return {**summarize(values, denominator), **extra}
+
+
+def loss_sum(
+    params: Tree, model: DecoderConfig, config: TrainerConfig, loss: LossConfig, mesh: Mesh, micro: Batch
+) -> tuple[jax.Array, Sums]:
+    """The loss sum of one micro-batch under ``params``, with metric sums."""
+    logp, entropy = policy_logprobs(
+        params, model, config, mesh, micro["tokens"], micro["positions"], micro["segments"]
+    )
+    return policy_loss(loss, logp, entropy, micro)
+
+
+def apply_update(
+    state: TrainState, accumulator: Accumulator, denominator: jax.Array, config: TrainerConfig
+) -> tuple[TrainState, Accumulator, Sums]:
+    """Divide the gradient sum by N, clip, AdamW. A gradient that is not finite changes nothing and is reported."""
+    optimizer = make_optimizer(config.optimizer)
+    grads = jax.tree.map(lambda g: g / denominator, accumulator.grads)
+    norm = optax.tree_utils.tree_norm(grads)
+    good = jnp.isfinite(norm)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    params, opt_state = jax.tree.map(
+        lambda new, old: jnp.where(good, new, old), (params, opt_state), (state.params, state.opt_state)
+    )
+    info = {
+        **accumulator.sums,
+        "grad_norm": norm,
+        "learning_rate": jnp.asarray(learning_rate(config.optimizer)(state.updates), jnp.float32),
+        "skipped": 1.0 - good.astype(jnp.float32),
+    }
+    new_state = TrainState(params, opt_state, state.updates + 1, state.rng)
+    zeroed = Accumulator(jax.tree.map(jnp.zeros_like, accumulator.grads), zero_sums())
+    return new_state, zeroed, info
+
+
+def build_step(model: DecoderConfig, config: TrainerConfig, loss: LossConfig, mesh: Mesh) -> Step:
+    """Compile-ready functions; each compiles once, on its first call."""
+    params = param_shardings(model, mesh)
+    scalar, rows = replicated(mesh), batch_sharding(mesh)
+    state = train_state.shardings(model, config, mesh)
+    sums = dict.fromkeys(METRICS, scalar)
+    accumulator = Accumulator(params, sums)
+    info = {**sums, **dict.fromkeys(("grad_norm", "learning_rate", "skipped"), scalar)}
+
+    def accumulate(p: Tree, acc: Accumulator, micro: Batch) -> Accumulator:
+        def objective(q: Tree) -> tuple[jax.Array, Sums]:
+            return loss_sum(q, model, config, loss, mesh, micro)
+
+        (_, new), grads = jax.value_and_grad(objective, has_aux=True)(p)
+        return jax.tree.map(jnp.add, acc, Accumulator(grads, new))
+
+    def logprobs(p: Tree, micro: Batch) -> jax.Array:
+        return policy_logprobs(
+            p, model, config, mesh, micro["tokens"], micro["positions"], micro["segments"]
+        )[0]
+
+    def zeros() -> Accumulator:
+        grads = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), trainer_shapes(model))
+        return Accumulator(grads, zero_sums())
+
+    return Step(
+        mesh,
+        model,
+        config,
+        loss,
+        jax.jit(accumulate, donate_argnums=(1,), out_shardings=accumulator),
+        jax.jit(
+            lambda s, a, n: apply_update(s, a, n, config),
+            donate_argnums=(0, 1),
+            out_shardings=(state, accumulator, info),
+        ),
+        jax.jit(logprobs, out_shardings=rows),
+        jax.jit(zeros, out_shardings=accumulator),
+    )
