@@ -40,6 +40,7 @@ def _check_trainer_mesh(config: RunConfig) -> None:
     _divides("trainer.mesh.tp", t.mesh.tp, "model.num_kv_heads", m.num_kv_heads)
     _divides("trainer.mesh.tp", t.mesh.tp, "model.d_ff", m.d_ff)
     _divides("trainer.mesh.fsdp", t.mesh.fsdp, "model.d_model", m.d_model)
+    _divides("trainer.mesh dp x fsdp", t.mesh.dp * t.mesh.fsdp, "trainer.rows", t.rows)
 
 
 def _check_engine_mesh(config: RunConfig) -> None:
@@ -48,6 +49,7 @@ def _check_engine_mesh(config: RunConfig) -> None:
     what = f"engine tp (engine.processes={e.processes} x engine.devices={e.devices})"
     _divides(what, tp, "model.num_heads", m.num_heads)
     _divides(what, tp, "model.d_ff", m.d_ff)
+    _divides(what, tp, "engine.slots", e.slots)
     if m.num_kv_heads % tp and tp % m.num_kv_heads:
         raise ConfigError(
             f"{what} = {tp} must divide or be a multiple of model.num_kv_heads={m.num_kv_heads}"
@@ -60,31 +62,40 @@ def _divides(what: str, size: int, of: str, total: int) -> None:
 
 
 def _check_loss(config: RunConfig) -> None:
-    if config.loop.staleness_bound >= 1 and config.loss.correction is None:
+    bound, loss = config.loop.staleness_bound, config.loss
+    if bound >= 1 and loss.correction in (None, "none"):
         raise ConfigError(
-            f"loop.staleness_bound={config.loop.staleness_bound} trains on samples of older weights: state "
-            "loss.correction ('tis', 'masked_is', 'proximal', or 'none' to train uncorrected)"
+            f"loop.staleness_bound={bound} trains on samples of older weights and needs an explicit "
+            f"loss.correction, found {loss.correction or 'nothing'}; expected clip, tis_token, tis_sequence, "
+            "masked_is or decoupled"
         )
-    if config.loss.mask_low >= config.loss.mask_high:
+    if bound >= 1 and loss.correction == "clip" and loss.anchor == "proximal":
         raise ConfigError(
-            f"loss.mask_low={config.loss.mask_low} must be below loss.mask_high={config.loss.mask_high}"
+            f"loop.staleness_bound={bound} with loss.correction='clip' and loss.anchor='proximal' leaves the "
+            "staleness uncorrected; expected anchor 'rollout' or another correction"
         )
+    if loss.correction == "decoupled" and loss.anchor != "proximal":
+        raise ConfigError(f"loss.correction='decoupled' needs loss.anchor='proximal', found {loss.anchor!r}")
+    if loss.correction in ("tis_token", "tis_sequence") and loss.is_cap is None:
+        raise ConfigError(f"loss.correction={loss.correction!r} needs loss.is_cap, found nothing")
+    if loss.is_low >= loss.is_high:
+        raise ConfigError(f"loss.is_low={loss.is_low} must be below loss.is_high={loss.is_high}")
+    if (loss.geo_low is None) != (loss.geo_high is None):
+        raise ConfigError("loss.geo_low and loss.geo_high must be given both or not at all")
 
 
 def _check_lengths(config: RunConfig) -> None:
-    tokens, room = config.loop.sampling.max_tokens, config.engine.max_len
+    tokens, room, row = config.loop.sampling.max_tokens, config.engine.max_len, config.trainer.seq_len
     if tokens >= room:
         raise ConfigError(
             f"loop.sampling.max_tokens={tokens} leaves no room for a prompt in engine.max_len={room}"
         )
-    if config.engine.max_len > config.trainer.seq_len:
+    if room > row:
         raise ConfigError(
-            f"engine.max_len={config.engine.max_len} exceeds trainer.seq_len={config.trainer.seq_len}: "
-            "the longest sample must fit one packed row"
+            f"engine.max_len={room} exceeds trainer.seq_len={row}: the longest sample must fit one packed row"
         )
-    too_long = [b for b in config.engine.prefill_buckets if b > room]
-    if too_long:
-        raise ConfigError(f"engine.prefill_buckets has {too_long[0]}, above engine.max_len={room}")
+    chunk = min(config.trainer.logprob_chunk, row)
+    _divides("trainer.logprob_chunk", chunk, "trainer.seq_len", row)
 
 
 def _check_files(config: RunConfig) -> None:

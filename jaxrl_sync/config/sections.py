@@ -17,6 +17,7 @@ Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+Lengths = Annotated[tuple[Positive, ...], Field(strict=False)]
 
 
 class Section(BaseModel):
@@ -105,25 +106,27 @@ class TrainerSection(RoleSection):
     """Mesh, precision, optimizer, packing and checkpoints of the trainer."""
 
     mesh: MeshTable = MeshTable()
+    gather: Literal["step", "layer"] = "step"
+    """When FSDP shards are gathered: all before the layer loop, or each in its layer."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     remat: bool = False
-    optimizer: Literal["adamw"] = "adamw"
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    init_std: Annotated[float, Field(gt=0)] = 0.02
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-3
+    schedule: Literal["constant", "cosine"] = "constant"
     warmup_steps: NonNegative = 0
-    final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Learning rate at the last step over the peak one (linear and cosine)."""
+    final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Learning rate at the last step over the peak one (cosine)."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    clip_norm: Annotated[float, Field(gt=0)] = 1.0
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     seq_len: Positive = 128
-    """Length of one packed row."""
+    """Length of one packed row, in tokens."""
     rows: Positive = 8
-    """Rows per micro-batch and data rank; the token budget of a micro-batch is ``rows * seq_len``."""
-    logprob_chunk: Positive = 256
-    """Positions whose logits exist at once while log-probs are computed."""
+    """Packed rows of one micro-batch over all data ranks; its token budget is ``rows * seq_len``."""
+    logprob_chunk: Positive = 128
+    """Tokens of every row whose logits exist at once while log-probs are computed."""
     checkpoint_every_steps: NonNegative = 0
     """0 writes only the last one."""
     checkpoint_keep: Positive = 2
@@ -133,18 +136,25 @@ class TrainerSection(RoleSection):
 
 
 class LossSection(Section):
-    """The objective and its off-policy correction."""
+    """The objective and its off-policy correction; the formulas stand in ``jaxrl_sync/trainer/losses.py``."""
 
-    algorithm: Literal["grpo"] = "grpo"
-    correction: Literal["none", "tis", "masked_is", "proximal"] | None = None
+    anchor: Literal["rollout", "proximal"] = "rollout"
+    """Log-probs in the denominator of the clipped ratio."""
+    correction: Literal["none", "clip", "tis_token", "tis_sequence", "masked_is", "decoupled"] | None = None
     """How samples of an older policy are corrected; must be stated when ``loop.staleness_bound`` >= 1."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    clip_high: Annotated[float, Field(gt=0)] = 0.28
-    tis_cap: Annotated[float, Field(gt=0)] = 2.0
-    mask_low: Annotated[float, Field(gt=0)] = 0.125
-    mask_high: Annotated[float, Field(gt=0)] = 8.0
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    is_cap: Annotated[float, Field(gt=0)] | None = 2.0
+    """Truncation of the importance weight."""
+    is_low: Annotated[float, Field(gt=0)] = 0.5
+    is_high: Annotated[float, Field(gt=0)] = 2.0
+    geo_low: Annotated[float, Field(gt=0)] | None = None
+    geo_high: Annotated[float, Field(gt=0)] | None = None
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL term to the frozen reference policy (version 0)."""
+    kl_weighting: Literal["none", "importance"] = "none"
+    max_log_ratio: Annotated[float, Field(gt=0)] = 20.0
     normalize_std: bool = True
     """Divide a group's centred rewards by their standard deviation."""
 
@@ -188,17 +198,29 @@ class EngineSection(RoleSection):
 
     replicas: Positive = 1
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of the weights that the engine holds, hence of the wire."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
     slots: Positive = 64
-    """Sequences decoded at once."""
+    """Samples decoded at once; a multiple of the replica's devices."""
     max_len: Positive = 256
     """Prompt and answer together, in tokens."""
-    prefill_buckets: tuple[Positive, ...] = Field(default=(), strict=False)
-    """Prompt lengths that are compiled; empty: powers of two up to ``max_len``."""
-    deterministic: bool = False
-    """Fixed decode and prefill shapes, so that a sample does not depend on its neighbours."""
-    swap_policy: Literal["approved", "auto"] = "approved"
-    queue_limit: Positive = 1024
+    prefill_lengths: Lengths = (32, 128)
+    """Prompt lengths that prefill is compiled for, ``max_len`` apart."""
+    prefill_rows: Positive = 8
+    attend_lengths: Lengths = ()
+    """Cache lengths that the decode step is compiled for, ``max_len`` apart."""
+    decode_steps_per_dispatch: Positive = 4
+    """Decode steps between two moments at which a swap, a pause or an abort can happen."""
+    max_stop_ids: Positive = 4
+    max_waiting: Positive = 4096
     """Requests that may wait before new ones are refused."""
+    deterministic: bool = False
+    """One decode and one prefill shape, so that a sample does not depend on its neighbours."""
+    extras: Annotated[tuple[Literal["entropy"], ...], Field(strict=False)] = ()
+    """Named per-token arrays that are recorded beside the log-probs."""
+    version_probe: bool = False
+    """Weights carry a version stamp per layer, and every forward pass reports which stamps it used."""
+    swap_policy: Literal["approved", "auto"] = "approved"
     port: NonNegative = 0
 
 

@@ -1,0 +1,45 @@
+"""The rooms' own frozen dataclasses, made from a run's config.
+
+Rooms above this one make theirs themselves: ``trainer.settings.trainer_config``, ``orchestrator.config.loop_config``.
+Imports are inside the functions: describing an engine must not bring in jax in a process that has no use for it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jaxrl_sync.config.sections import RunConfig
+
+if TYPE_CHECKING:
+    from jaxrl_sync.inference.config import EngineConfig
+    from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig
+
+
+def to_decoder(config: RunConfig) -> DecoderConfig:
+    """The decoder's shape."""
+    from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig
+
+    return DecoderConfig(**config.model.model_dump(exclude={"checkpoint", "tokenizer"}))
+
+
+def to_engine(config: RunConfig) -> EngineConfig:
+    """Sizes and rules of one engine replica."""
+    from jaxrl_sync.inference.config import EngineConfig
+
+    e = config.engine
+    return EngineConfig(
+        slots=e.slots,
+        max_len=e.max_len,
+        prefill_lengths=e.prefill_lengths,
+        prefill_rows=e.prefill_rows,
+        attend_lengths=e.attend_lengths,
+        decode_steps_per_dispatch=e.decode_steps_per_dispatch,
+        max_stop_ids=e.max_stop_ids,
+        max_waiting=e.max_waiting,
+        compute_dtype=e.compute_dtype,
+        deterministic=e.deterministic,
+        kv_policy=config.sync.kv_policy,
+        extras=e.extras,
+        version_probe=e.version_probe,
+        seed=config.run.seed,
+    )
