@@ -44,7 +44,7 @@ class PackConfig:
 
     ``rows`` per micro-batch and data rank, ``seq_len`` tokens per row. ``min_micro_batches`` keeps shapes
     (and compiled functions) the same from step to step. ``overlong`` says what happens to a sample of more
-    than ``seq_len`` tokens: ``error`` raises ``PackError``, ``truncate`` keeps its first tokens and counts it.
+    than ``seq_len`` tokens: ``error`` raises ``PackError``, ``truncate`` keeps its head and counts it.
     """
 
     data_ranks: int
