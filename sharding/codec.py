@@ -1,0 +1,120 @@
+"""The canonical binary form of integers and strings that layouts, correspondences and plans are made of.
+
+Integers are zigzag LEB128 (any size), strings length-prefixed UTF-8. The same value has one encoding, so a
+hash of the bytes is a digest that any Python, numpy or jax version reproduces.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+from jaxrl_sync.sharding.errors import MappingError
+
+
+def digest(data: bytes) -> str:
+    """BLAKE2b-128 of ``data`` as 32 hexadecimal digits."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+class Writer:
+    """Appends canonical values to a growing byte string."""
+
+    def __init__(self, magic: bytes) -> None:
+        self._out = bytearray(magic)
+
+    def int(self, value: int) -> None:
+        """One signed integer of any size."""
+        value = int(value)
+        rest = value << 1 if value >= 0 else ((-value) << 1) - 1
+        out = self._out
+        while rest > 127:
+            out.append(rest & 127 | 128)
+            rest >>= 7
+        out.append(rest)
+
+    def ints(self, values: Iterable[int]) -> None:
+        """A list of integers, its length first."""
+        items = tuple(values)
+        self.int(len(items))
+        for item in items:
+            self.int(item)
+
+    def bytes(self, value: bytes) -> None:
+        """A byte string, its length first."""
+        self.int(len(value))
+        self._out += value
+
+    def str(self, value: str) -> None:
+        """A string as UTF-8, its length first."""
+        self.bytes(value.encode())
+
+    def strs(self, values: Iterable[str]) -> None:
+        """A list of strings, its length first."""
+        items = tuple(values)
+        self.int(len(items))
+        for item in items:
+            self.str(item)
+
+    def getvalue(self) -> bytes:
+        """Everything written so far."""
+        return bytes(self._out)
+
+
+class Reader:
+    """Reads what a `Writer` wrote; a wrong magic or a short input is a `MappingError`."""
+
+    def __init__(self, data: bytes, magic: bytes, what: str) -> None:
+        if data[: len(magic)] != magic:
+            raise MappingError(f"{what}: expected header {magic!r}, found {bytes(data[: len(magic)])!r}")
+        self._data, self._at, self._what = data, len(magic), what
+
+    def int(self) -> int:
+        """One signed integer."""
+        rest = shift = 0
+        while True:
+            if self._at >= len(self._data):
+                raise MappingError(f"{self._what}: input ends in the middle, after {self._at} bytes")
+            byte = self._data[self._at]
+            self._at += 1
+            rest |= (byte & 127) << shift
+            if byte < 128:
+                break
+            shift += 7
+        return -((rest + 1) >> 1) if rest & 1 else rest >> 1
+
+    def count(self) -> int:
+        """A length, which can't be negative or larger than the input."""
+        value = self.int()
+        if not 0 <= value <= len(self._data):
+            raise MappingError(f"{self._what}: impossible length {value} at byte {self._at}")
+        return value
+
+    def ints(self) -> tuple[int, ...]:
+        """A list of integers."""
+        return tuple(self.int() for _ in range(self.count()))
+
+    def bytes(self) -> bytes:
+        """A byte string."""
+        size = self.count()
+        part = bytes(self._data[self._at : self._at + size])
+        if len(part) != size:
+            raise MappingError(f"{self._what}: input ends in the middle, after {len(self._data)} bytes")
+        self._at += size
+        return part
+
+    def str(self) -> str:
+        """A string."""
+        try:
+            return self.bytes().decode()
+        except UnicodeDecodeError as error:
+            raise MappingError(f"{self._what}: not UTF-8 before byte {self._at}") from error
+
+    def strs(self) -> tuple[str, ...]:
+        """A list of strings."""
+        return tuple(self.str() for _ in range(self.count()))
+
+    def end(self) -> None:
+        """Asserts that everything was read."""
+        if self._at != len(self._data):
+            raise MappingError(f"{self._what}: {len(self._data) - self._at} bytes too many")

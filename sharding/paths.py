@@ -1,0 +1,60 @@
+"""Names of the leaves of a pytree: the keys on the way to it, joined by "/"."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+
+from jaxrl_sync.sharding.errors import MappingError
+
+
+def _key_name(key: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def path_name(keys: tuple[Any, ...]) -> str:
+    """ "a/b/0" of a key path. The ``.value`` that an NNX Variable puts below its name is left out."""
+    if len(keys) > 1 and isinstance(keys[-1], jax.tree_util.GetAttrKey) and keys[-1].name == "value":
+        keys = keys[:-1]
+    return "/".join(_key_name(k) for k in keys)
+
+
+def leaves_by_path(tree: Any, what: str = "tree") -> dict[str, Any]:
+    """Path -> leaf in the tree's own order. Two leaves of one name are a `MappingError`."""
+    named: dict[str, Any] = {}
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        name = path_name(keys)
+        if name in named:
+            raise MappingError(f"{what}: two leaves are both named {name!r}")
+        named[name] = leaf
+    return named
+
+
+def nested(leaves: Mapping[str, Any]) -> Any:
+    """Nested dictionaries of leaves named "a/b/c". A sole leaf without a name is returned bare."""
+    if set(leaves) == {""}:
+        return leaves[""]
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        node = tree
+        *parents, last = path.split("/")
+        for part in parents:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise MappingError(f"{path!r}: {part!r} is a tensor and a folder at once")
+        if last in node:
+            raise MappingError(f"{path!r} is a tensor and a folder at once")
+        node[last] = leaf
+    return tree
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """' (nearest: ...)' for error messages, or an empty string."""
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.3)
+    return f" (nearest: {close[0]!r})" if close else ""
