@@ -1,7 +1,8 @@
 """The rooms' own frozen dataclasses, made from a run's config.
 
-Rooms above this one make theirs themselves: ``trainer.settings.trainer_config``, ``orchestrator.config.loop_config``.
-Imports are inside the functions: describing an engine must not bring in jax in a process that has no use for it.
+Rooms above this one make theirs themselves: ``trainer.settings.trainer_config``,
+``orchestrator.config.loop_config``. Imports are inside the functions: describing an engine must not bring
+jax into a process that has no use for it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from jaxrl_sync.config.sections import RunConfig
 if TYPE_CHECKING:
     from jaxrl_sync.inference.config import EngineConfig
     from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig
+    from jaxrl_sync.transfer.config import PublisherConfig, SubscriberConfig
 
 
 def to_decoder(config: RunConfig) -> DecoderConfig:
@@ -42,4 +44,42 @@ def to_engine(config: RunConfig) -> EngineConfig:
         extras=e.extras,
         version_probe=e.version_probe,
         seed=config.run.seed,
+    )
+
+
+def to_publisher(config: RunConfig) -> PublisherConfig:
+    """How one trainer process publishes."""
+    from jaxrl_sync.transfer.config import PublisherConfig
+
+    s = config.sync
+    return PublisherConfig(
+        transport=s.transport,
+        host=config.run.host,
+        threads=s.threads,
+        keep_versions=s.keep_versions,
+        verify=s.verify,
+        chunk_bytes=s.tcp.chunk_bytes,
+        timeout_s=s.timeout_s,
+        hub_timeout_s=config.run.start_timeout_s,
+        ttl_s=config.hub.ttl_s,
+    )
+
+
+def to_subscriber(config: RunConfig, replica: int, rank: int) -> SubscriberConfig:
+    """How rank ``rank`` of engine replica ``replica`` receives."""
+    from jaxrl_sync.transfer.config import SubscriberConfig
+
+    s = config.sync
+    return SubscriberConfig(
+        engine=f"engine-{replica}",
+        rank=rank,
+        size=config.engine.processes,
+        transport=s.transport,
+        slots=s.slots,
+        connections=s.tcp.connections,
+        threads=s.threads,
+        verify=s.verify,
+        timeout_s=s.timeout_s,
+        hub_timeout_s=config.run.start_timeout_s,
+        ttl_s=config.hub.ttl_s,
     )

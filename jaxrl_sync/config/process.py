@@ -69,6 +69,8 @@ class ProcessContext:
     world_size: int = 1
     replica: int = 0
     coordinator: str | None = None
+    port: int | None = None
+    """Where to listen; None takes the config's."""
     resume: bool = False
     stop: threading.Event = dataclasses.field(default_factory=threading.Event)
     """Set by SIGTERM and SIGINT: drain, write what must be kept, return."""

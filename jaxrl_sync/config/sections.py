@@ -43,6 +43,8 @@ class RunSection(Section):
     """Without any progress for that long the run ends with the name of who is waited for."""
     grace_s: Seconds = 10.0
     """Between SIGTERM and SIGKILL of a process that is asked to stop."""
+    stopped_timeout_s: Seconds = 20.0
+    """A process that stays stopped (SIGSTOP) for that long is killed, so that its death can be handled."""
     engine_restarts: NonNegative = 3
     """Restarts in all per engine replica before its death ends the run."""
     hub_restarts: NonNegative = 3
@@ -246,8 +248,9 @@ class EvalSection(Section):
 class TcpTable(Section):
     """The TCP transport."""
 
-    connections: Positive = 2
-    chunk_bytes: Positive = 4 << 20
+    connections: Annotated[int, Field(ge=1, le=16)] = 2
+    """Of one engine process to one trainer process."""
+    chunk_bytes: Annotated[int, Field(ge=4096, le=64 << 20)] = 1 << 20
 
 
 class SyncSection(Section):
@@ -255,14 +258,15 @@ class SyncSection(Section):
 
     transport: Literal["auto", "shm", "tcp"] = "auto"
     payload: Literal["full"] = "full"
-    wire_dtype: Literal["engine"] = "engine"
-    """Weights are cast once, on the trainer, to the engine's dtype."""
     every_steps: Positive = 1
     """Updates between two publishes."""
     kv_policy: Literal["keep", "recompute"] = "keep"
     """What running sequences do with their KV cache at a swap."""
     pause_mode: Literal["keep", "wait", "abort"] = "keep"
     slots: Annotated[int, Field(ge=2, le=8)] = 2
+    """Whole versions that an engine has room for: the serving one and the shadow."""
+    keep_versions: Positive = 1
+    """Published versions that the trainer keeps for late engines."""
     threads: Positive = 1
     """Threads that pack and scatter."""
     timeout_s: Seconds = 60.0

@@ -15,7 +15,7 @@ _DEVICE_FLAG = re.compile(r"--xla_force_host_platform_device_count=\S+")
 
 
 def base_environment(inherited: Mapping[str, str], run_dir: Path) -> dict[str, str]:
-    """What all processes of the run share: the mark, unbuffered output, one compilation cache next to the run."""
+    """What all processes share: the mark, unbuffered output, one compilation cache next to the run."""
     env = dict(inherited)
     env[RUN_MARK] = str(run_dir)
     env["PYTHONUNBUFFERED"] = "1"

@@ -1,8 +1,8 @@
 """The guard: a small process that outlives a killed supervisor just long enough to clean up after it.
 
-It holds the reading end of a pipe whose only writer is the supervisor. End of file means that the supervisor is
-gone, for whatever reason (kill -9 included); the guard then kills what still carries the run's mark, removes
-the run's shared memory and sockets, notes what it did in ``logs/guard.log`` and exits.
+It holds the reading end of a pipe whose only writer is the supervisor. End of file means that the supervisor
+is gone, for whatever reason (kill -9 included); the guard then kills what still carries the run's mark,
+removes the run's shared memory and sockets, notes what it did in ``logs/guard.log`` and exits.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ SHM_DIR = Path("/dev/shm")
 
 
 def marked_pids(variable: str, value: str) -> list[int]:
-    """Live processes (this one apart) that carry ``variable=value`` in the environment they were started with.
+    """Live processes but this one that were started with ``variable=value`` in their environment.
 
     The mark, not a remembered number, says that a process belongs to the run: a recycled pid never matches.
     """

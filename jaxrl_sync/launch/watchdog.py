@@ -9,7 +9,7 @@ _PROGRESS_KEYS = ("step", "samples", "version")
 
 
 class Watchdog:
-    """Remembers when progress was last seen. ``now`` is any monotonic clock in seconds; it reads none itself."""
+    """Remembers when progress was last seen. ``now`` is any monotonic clock in seconds; it reads none."""
 
     def __init__(self, now: float, start_timeout_s: float, stuck_timeout_s: float) -> None:
         self._start_timeout_s = start_timeout_s
@@ -36,7 +36,8 @@ class Watchdog:
         if self._last is None:
             return f"no progress reported within {allowed:g} s of the start"
         step, phase = self._progress.get("step"), self._progress.get("phase", "unknown")
-        return f"no progress for {now - self._since:.0f} s (allowed: {allowed:g} s) at step {step}, phase {phase}"
+        idle_s = now - self._since
+        return f"no progress for {idle_s:.0f} s (allowed: {allowed:g} s) at step {step}, phase {phase}"
 
 
 class StopWatch:

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -57,7 +57,7 @@ class Exit:
 
 
 class Worker:
-    """Owns the processes of one worker, their logs included. Not thread-safe; one supervisor loop drives it."""
+    """Owns the processes of one worker and their logs. Not thread-safe; one supervisor loop drives it."""
 
     def __init__(self, spec: WorkerSpec, run_dir: Path) -> None:
         self.spec = spec
@@ -143,8 +143,8 @@ class Worker:
                 continue
 
 
-def _die_with_parent(parent: int) -> object:
-    """What a child does before it becomes its program: die when its parent dies, whatever the parent died of."""
+def _die_with_parent(parent: int) -> Callable[[], None]:
+    """What a child does before it becomes its program: ask to die when its parent does, of whatever."""
 
     def arm() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -167,7 +167,7 @@ def _signal_name(number: int) -> str:
 
 
 def last_line(path: Path, tail_bytes: int = 65536) -> str:
-    """The last error line of a log (``jaxrl-sync: error: ...``), or its last line that isn't empty, or ``""``."""
+    """The last error line of a log (``jaxrl-sync: error: ...``), else its last line that isn't empty."""
     try:
         with path.open("rb") as log:
             log.seek(0, os.SEEK_END)

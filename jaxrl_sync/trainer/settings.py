@@ -7,7 +7,7 @@ from jaxrl_sync.trainer.config import LossConfig, MeshConfig, OptimizerConfig, T
 
 
 def trainer_config(run: RunConfig) -> TrainerConfig:
-    """Mesh, optimizer and batch shape; log-probs are taken at the temperature that rollouts are sampled at."""
+    """Mesh, optimizer and batch shape; log-probs are taken at the temperature of the rollouts."""
     t = run.trainer
     return TrainerConfig(
         mesh=MeshConfig(t.mesh.dp, t.mesh.fsdp, t.mesh.tp),

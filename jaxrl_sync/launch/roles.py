@@ -1,0 +1,111 @@
+"""Inside one process of a run: signals, the role's entry point, its last line and its exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from types import FrameType
+
+from jaxrl_sync.config.process import ProcessContext
+from jaxrl_sync.launch.worker import ERROR_PREFIX
+from jaxrl_sync.sharding.errors import UserError
+
+
+def run_role(context: ProcessContext) -> int:
+    """Play ``context.role`` until it is done or told to stop; the exit code of the process.
+
+    The last line on stderr names the cause of a failure. A rank of a bigger world leaves without the
+    interpreter's farewell when it fails: that would wait for peers that may hang.
+    """
+    _stop_on_signals(context)
+    try:
+        _enter(context)
+        return 0
+    except UserError as error:
+        code, cause = error.exit_code, str(error)
+    except Exception as error:
+        traceback.print_exc()
+        code, cause = 1, f"{type(error).__name__}: {error}"
+    print(ERROR_PREFIX + one_line(cause), file=sys.stderr, flush=True)
+    if context.world_size > 1:
+        sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+def one_line(text: str) -> str:
+    """``text`` without line breaks."""
+    return " ".join(str(text).split())
+
+
+def _stop_on_signals(context: ProcessContext) -> None:
+    """The first SIGTERM or SIGINT asks the role to drain, the second ends the process."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if context.stop.is_set():
+            os._exit(130)
+        context.stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+
+
+def _enter(context: ProcessContext) -> None:
+    if context.role == "hub":
+        _run_hub(context)
+    elif context.role == "trainer":
+        from jaxrl_sync.trainer.process import run as run_trainer
+
+        run_trainer(context)
+    elif context.role == "orchestrator":
+        from jaxrl_sync.orchestrator.process import run as run_orchestrator
+
+        run_orchestrator(context)
+    elif context.role == "engine":
+        _run_engine(context)
+    else:
+        raise ValueError(f"unknown role {context.role!r}")
+
+
+def _run_hub(context: ProcessContext) -> None:
+    from jaxrl_sync.transfer.hub.server import run_hub
+
+    settings = context.config
+    run_hub(
+        settings.run.host,
+        context.port if context.port is not None else settings.hub.port,
+        context.token_file,
+        stop=context.stop,
+        announce=context.announce,
+        ttl_s=settings.hub.ttl_s,
+    )
+
+
+def _run_engine(context: ProcessContext) -> None:
+    from jaxrl_sync.config.convert import to_decoder, to_engine, to_subscriber
+    from jaxrl_sync.inference.process import run as run_engine
+
+    config = context.config
+    timeline = context.open_timeline()
+    try:
+        run_engine(
+            to_engine(config),
+            to_decoder(config),
+            to_subscriber(config, context.replica, context.rank),
+            dtype=config.engine.dtype,
+            swap_policy=config.engine.swap_policy,
+            hub_url=context.wait_hub(config.run.start_timeout_s),
+            token_file=context.token_file,
+            host=config.run.host,
+            port=context.port if context.port is not None else config.engine.port,
+            replica=context.replica,
+            coordinator=context.coordinator,
+            tokenizer=config.model.tokenizer,
+            stop=context.stop,
+            announce=context.announce,
+            record=timeline.record,
+        )
+    finally:
+        timeline.close()
