@@ -1,0 +1,369 @@
+"""The hub's client: synchronous, thread-safe, without jax. It rides out a restart of the hub.
+
+Calls are retried while the hub doesn't answer, up to ``timeout_s``; every call is idempotent. A hub that
+restarted has another epoch and knows nobody: leases then register again by themselves, and their
+``on_rejoin`` callbacks say again what the hub must know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from jaxrl_sync.transfer import auth
+from jaxrl_sync.transfer.errors import AuthError, DeadlineError, PeerLost, ProtocolError, TransferError
+from jaxrl_sync.transfer.hub.state import MemberKey, version_json, version_of
+from jaxrl_sync.transfer.version import Version
+
+POLL_S = 20.0
+_RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
+
+logger = logging.getLogger("jaxrl_sync.transfer")
+
+
+class HubRefused(TransferError):
+    """The hub understood a call and refused it; ``code`` says why in one word."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"the hub refused: {message}")
+        self.code = code
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A member as the hub lists it."""
+
+    role: str
+    name: str
+    rank: int
+    size: int
+    incarnation: str
+    info: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class PublishedVersion:
+    """A version that every rank of a publisher announced; ``available`` while they all live."""
+
+    model: str
+    version: Version
+    nbytes: int
+    published_at: float
+    available: bool
+
+
+class HubClient:
+    """Calls to one hub. Owns its connections: ``close()`` or ``with``. Any thread may call it."""
+
+    def __init__(self, url: str, token_file: str | Path, timeout_s: float = 60.0) -> None:
+        self.url = url.rstrip("/")
+        self.token = auth.load_token(token_file)
+        self.timeout_s = timeout_s
+        self.epoch = ""
+        self._run_id = ""
+        self._closed = threading.Event()
+        self._leases: list[Lease] = []
+        self._http = httpx.Client(
+            base_url=self.url,
+            headers=auth.bearer_headers(self.token),
+            trust_env=False,
+            verify=self.url.startswith("https"),
+            timeout=httpx.Timeout(10.0),
+            limits=httpx.Limits(max_connections=64, max_keepalive_connections=16, keepalive_expiry=60),
+        )
+
+    @property
+    def run_id(self) -> str:
+        """The run's public name, as the hub tells it; blocks for the hub the first time."""
+        if not self._run_id:
+            self.status()
+        return self._run_id
+
+    def call(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
+        """POST one call and return its answer, retried while the hub is away.
+
+        ``timeout_s`` is how long the call itself may poll. PeerLost after ``self.timeout_s`` without the hub,
+        AuthError for a wrong token, HubRefused, ProtocolError.
+        """
+        limit = httpx.Timeout(10.0, read=(timeout_s or 0.0) + 15.0)
+        response = self._send("POST", path, limit, json=body)
+        return self._decode(response)
+
+    def _send(self, method: str, path: str, limit: httpx.Timeout, **kwargs: Any) -> httpx.Response:
+        deadline = time.monotonic() + self.timeout_s
+        attempt = 0
+        while True:
+            try:
+                return self._http.request(method, path, timeout=limit, **kwargs)
+            except httpx.TransportError as error:
+                if self._closed.is_set():
+                    raise PeerLost("the hub client was closed") from error
+                if time.monotonic() > deadline:
+                    raise PeerLost(
+                        f"hub {self.url} didn't answer for {self.timeout_s:g} s: {error!r}"
+                    ) from error
+                self._closed.wait(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
+                attempt += 1
+            except RuntimeError as error:  # httpx: the client has been closed
+                raise PeerLost("the hub client was closed") from error
+
+    def _decode(self, response: httpx.Response) -> dict[str, Any]:
+        try:
+            body = response.json()
+        except ValueError as error:
+            raise ProtocolError(f"hub {self.url} answered {response.status_code} without JSON") from error
+        if response.status_code == 401:
+            raise AuthError(f"hub {self.url} refused the run token")
+        self._saw_epoch(body.get("epoch", ""))
+        if response.status_code >= 400:
+            raise HubRefused(body.get("error", "error"), body.get("message", str(response.status_code)))
+        self._run_id = body.get("run_id", self._run_id)
+        return dict(body)
+
+    def _saw_epoch(self, epoch: str) -> None:
+        if epoch and epoch != self.epoch:
+            first, self.epoch = not self.epoch, epoch
+            if not first:
+                logger.info("hub %s restarted; registering again", self.url)
+                for lease in list(self._leases):
+                    lease.wake()
+
+    def register(
+        self,
+        role: str,
+        name: str,
+        rank: int = 0,
+        size: int = 1,
+        info: dict[str, Any] | None = None,
+        ttl_s: float = 10.0,
+        *,
+        on_lost: Callable[[str], None] | None = None,
+        on_rejoin: Callable[[], None] | None = None,
+        installed: Callable[[], Version | None] | None = None,
+    ) -> Lease:
+        """Join the directory and keep the lease alive from a thread of its own; returns the Lease.
+
+        ``on_lost(reason)`` is called once when the lease is lost for good (replaced by another process, or
+        the hub away for ``timeout_s``); ``on_rejoin()`` after each new registration with a restarted hub.
+        """
+        lease = Lease(
+            self, MemberKey(role, name, rank), size, info or {}, ttl_s, on_lost, on_rejoin, installed
+        )
+        self._leases.append(lease)
+        lease.start()
+        return lease
+
+    def members(self, role: str | None = None) -> list[Member]:
+        """Members now registered, of one role or of all."""
+        return self._members({"role": role}, 0.0)
+
+    def wait_members(self, role: str, count: int, timeout_s: float) -> list[Member]:
+        """Wait until at least ``count`` members have ``role``. DeadlineError names how many there are."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = max(0.0, min(POLL_S, deadline - time.monotonic()))
+            found = self._members({"role": role, "count": count, "timeout_s": left}, left)
+            if len(found) >= count:
+                return found
+            if time.monotonic() >= deadline:
+                raise DeadlineError(f"{len(found)} of {count} members {role!r} after {timeout_s:g} s")
+
+    def _members(self, body: dict[str, Any], timeout_s: float) -> list[Member]:
+        rows = self.call("/v1/members", body, timeout_s)["members"]
+        return [Member(**row) for row in rows]
+
+    def newest(self, model: str = "policy") -> PublishedVersion | None:
+        """The newest published version, or None before the first."""
+        return self._newest({"model": model}, 0.0)
+
+    def wait_version(
+        self, after: Version | None = None, timeout_s: float = POLL_S, model: str = "policy"
+    ) -> PublishedVersion | None:
+        """Wait for a later number than ``after`` or another lineage; None when the time is up."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = max(0.0, min(POLL_S, deadline - time.monotonic()))
+            body = {"model": model, "after": version_json(after), "timeout_s": left}
+            found = self._newest(body, left)
+            if found is not None or time.monotonic() >= deadline:
+                return found
+
+    def _newest(self, body: dict[str, Any], timeout_s: float) -> PublishedVersion | None:
+        row = self.call("/v1/newest", body, timeout_s)["newest"]
+        if row is None:
+            return None
+        version = version_of(row["version"])
+        assert version is not None
+        return PublishedVersion(row["model"], version, row["bytes"], row["published_at"], row["available"])
+
+    def status(self) -> dict[str, Any]:
+        """The hub's whole state as JSON."""
+        return self._decode(self._send("GET", "/v1/status", httpx.Timeout(10.0)))
+
+    def put_blob(self, data: bytes) -> str:
+        """Store bytes with the hub; returns their sha256."""
+        limit = httpx.Timeout(30.0)
+        return str(self._decode(self._send("POST", "/v1/blob", limit, content=data))["digest"])
+
+    def get_blob(self, digest: str) -> bytes:
+        """Bytes by their sha256. HubRefused("unknown_blob") while their owner hasn't registered them."""
+        response = self._send("GET", f"/v1/blob/{digest}", httpx.Timeout(30.0))
+        if response.status_code != 200:
+            self._decode(response)
+            raise ProtocolError(f"hub {self.url} answered {response.status_code} for a blob")
+        if hashlib.sha256(response.content).hexdigest() != digest:
+            raise ProtocolError(f"hub {self.url} sent other bytes than blob {digest[:12]}")
+        return response.content
+
+    def close(self) -> None:
+        """Close every lease and connection. Idempotent."""
+        for lease in list(self._leases):
+            lease.close()
+        self._closed.set()
+        self._http.close()
+
+    def __enter__(self) -> HubClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Lease:
+    """A registration kept alive by its own thread, which neither compilation nor an event loop delays.
+
+    ``lost`` is set when it is lost for good, and ``reason`` then says why.
+    """
+
+    def __init__(
+        self,
+        client: HubClient,
+        key: MemberKey,
+        size: int,
+        info: dict[str, Any],
+        ttl_s: float,
+        on_lost: Callable[[str], None] | None,
+        on_rejoin: Callable[[], None] | None,
+        installed: Callable[[], Version | None] | None,
+    ) -> None:
+        self.client = client
+        self.key = key
+        self.size = size
+        self.incarnation = secrets.token_hex(8)
+        self.lost = threading.Event()
+        self.reason = ""
+        self._info = dict(info)
+        self._ttl_s = ttl_s
+        self._on_lost = on_lost
+        self._on_rejoin = on_rejoin
+        self._installed = installed
+        self._wake = threading.Event()
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._epoch = ""
+        self._thread = threading.Thread(target=self._run, name=f"lease-{key}", daemon=True)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The fields by which the hub knows this member."""
+        role, name, rank = self.key
+        return {"role": role, "name": name, "rank": rank, "incarnation": self.incarnation}
+
+    def start(self) -> None:
+        """Register (blocking) and start the heartbeats."""
+        self._register()
+        self._thread.start()
+
+    def update(self, **info: Any) -> None:
+        """Change what this member tells about itself."""
+        with self._lock:
+            self._info.update(info)
+        self._register()
+
+    def call(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
+        """A call as this member, registered again where the hub forgot it. Errors of HubClient.call."""
+        message = {**self.identity, **body}
+        try:
+            return self.client.call(path, message, timeout_s)
+        except HubRefused as error:
+            if error.code != "unknown_member" or self._closed.is_set():
+                raise
+        self._rejoin()
+        return self.client.call(path, message, timeout_s)
+
+    def _register(self) -> None:
+        with self._lock:
+            info = dict(self._info)
+        body = {**self.identity, "size": self.size, "info": info, "ttl_s": self._ttl_s}
+        if self._installed is not None:
+            body["installed"] = version_json(self._installed())
+        self._epoch = self.client.call("/v1/event/register", body)["epoch"]
+
+    def _rejoin(self) -> None:
+        self._register()
+        if self._on_rejoin is not None and not self._closed.is_set():
+            self._on_rejoin()
+
+    def wake(self) -> None:
+        """Heartbeat now."""
+        self._wake.set()
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            self._wake.wait(self._ttl_s / 3)
+            self._wake.clear()
+            if self._closed.is_set():
+                return
+            try:
+                self._beat()
+            except TransferError as error:
+                if not self._closed.is_set():
+                    self._lose(str(error))
+                return
+
+    def _beat(self) -> None:
+        try:
+            answer = self.client.call("/v1/event/heartbeat", self.identity)
+        except HubRefused as error:
+            if error.code != "unknown_member":
+                raise
+            self._rejoin()
+            return
+        self._epoch = answer["epoch"]
+
+    def _lose(self, reason: str) -> None:
+        self.reason = f"lease of {self.key} lost: {reason}"
+        logger.error("%s", self.reason)
+        self.lost.set()
+        if self._on_lost is not None:
+            self._on_lost(self.reason)
+
+    def close(self) -> None:
+        """Leave the directory (best effort, once) and end the thread. Idempotent."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._wake.set()
+        with contextlib.suppress(ValueError):
+            self.client._leases.remove(self)
+        if not self.lost.is_set():
+            with contextlib.suppress(httpx.HTTPError, RuntimeError):
+                self.client._http.post("/v1/event/leave", json=self.identity, timeout=2.0)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5.0)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

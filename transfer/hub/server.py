@@ -1,0 +1,383 @@
+"""The hub's shell: HTTP around the state machine. Starlette and uvicorn on one event loop, no threads.
+
+Every call but ``GET /health`` needs ``Authorization: Bearer <run token>``. Bodies are JSON of limited size that
+must arrive within a deadline; long polls end after at most ``MAX_POLL_S``. Blobs (layouts, correspondences)
+are stored under the sha256 of their bytes and, as everything here, are forgotten at a restart: their owners
+register them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import ipaddress
+import json
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from jaxrl_sync.transfer import auth, wire
+from jaxrl_sync.transfer.errors import ResourceError
+from jaxrl_sync.transfer.hub import machine
+from jaxrl_sync.transfer.hub.state import HubState, MemberKey, version_of
+
+MAX_BODY_BYTES = 4 << 20
+MAX_BLOB_BYTES = 256 << 20
+MAX_BLOBS_BYTES = 1 << 30
+MAX_POLL_S = 30.0
+BODY_TIMEOUT_S = 20.0
+TICK_S = 0.5
+_HTTP = {"unknown_member": 409, "replaced": 409, "regress": 409, "unknown_round": 410, "round_over": 410}
+
+logger = logging.getLogger("jaxrl_sync.hub")
+
+
+class Hub:
+    """The state, the lock-free loop that changes it, and the blobs. Lives on one event loop."""
+
+    def __init__(self, token: str, run_id: str, ttl_s: float) -> None:
+        self.token = token
+        self.run_id = run_id
+        self.ttl_s = ttl_s
+        self.state = HubState(epoch=secrets.token_hex(8))
+        self.blobs: dict[str, bytes] = {}
+        self._changed = asyncio.Event()
+
+    def apply(self, event: machine.Event) -> machine.Done | machine.Refused:
+        """Apply one event and wake every long poll if the state changed."""
+        before = self.state
+        self.state, outcome = machine.step(before, event, time.monotonic())
+        for line in outcome.log if isinstance(outcome, machine.Done) else ():
+            logger.info("%s", line)
+        if self.state is not before:
+            self._changed.set()
+            self._changed = asyncio.Event()
+        return outcome
+
+    async def poll(self, ask: Callable[[], Any], timeout_s: float) -> Any:
+        """Ask again after every change until the answer isn't None or the time is up (then None)."""
+        deadline = time.monotonic() + min(max(timeout_s, 0.0), MAX_POLL_S)
+        while True:
+            changed = self._changed
+            result = ask()
+            remaining = deadline - time.monotonic()
+            if result is not None or remaining <= 0:
+                return result
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), remaining)
+
+    async def tick(self) -> None:
+        """Let leases and deadlines run out although nobody calls."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.apply(machine.Tick())
+
+    def put_blob(self, data: bytes) -> None:
+        """Keep a blob under its sha256; the oldest go when the total exceeds ``MAX_BLOBS_BYTES``."""
+        self.blobs[hashlib.sha256(data).hexdigest()] = data
+        while sum(map(len, self.blobs.values())) > MAX_BLOBS_BYTES:
+            self.blobs.pop(next(iter(self.blobs)))
+
+
+class BadRequest(Exception):
+    """A body that the hub can't take."""
+
+
+def _key(body: dict[str, Any]) -> MemberKey:
+    role, name, rank = body.get("role"), body.get("name"), body.get("rank")
+    if not isinstance(role, str) or not isinstance(name, str) or not isinstance(rank, int):
+        raise BadRequest(f"a member is role, name and rank, got {role!r}, {name!r}, {rank!r}")
+    if not role or not name or len(role) > 64 or len(name) > 256:
+        raise BadRequest("role and name must be short and not empty")
+    return MemberKey(role, name, rank)
+
+
+def _text(body: dict[str, Any], field: str) -> str:
+    value = body.get(field)
+    if not isinstance(value, str):
+        raise BadRequest(f"field {field!r} is {type(value).__name__}, expected text")
+    return value
+
+
+def _number(body: dict[str, Any], field: str, default: float) -> float:
+    value = body.get(field, default)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise BadRequest(f"field {field!r} is {type(value).__name__}, expected a number")
+    return float(value)
+
+
+def _event(kind: str, body: dict[str, Any], ttl_s: float) -> machine.Event:
+    """The event that a call's body describes. BadRequest or ValueError when it describes none."""
+    key, incarnation = _key(body), _text(body, "incarnation")
+    match kind:
+        case "register":
+            info = body.get("info", {})
+            if not isinstance(info, dict):
+                raise BadRequest(f"info is {type(info).__name__}, expected an object")
+            size = int(_number(body, "size", 1))
+            ttl = min(max(_number(body, "ttl_s", ttl_s), 0.5), 600.0)
+            return machine.Register(key, size, incarnation, info, ttl, version_of(body.get("installed")))
+        case "heartbeat":
+            return machine.Heartbeat(key, incarnation)
+        case "leave":
+            return machine.Leave(key, incarnation)
+        case "announce":
+            version = version_of(body.get("version"))
+            if version is None:
+                raise BadRequest("announce needs a version")
+            nbytes = int(_number(body, "bytes", 0))
+            return machine.Announce(key, incarnation, _text(body, "model"), version, nbytes, time.time())
+        case "advance":
+            to = _text(body, "to")
+            if to not in ("begun", "prepared", "installed"):
+                raise BadRequest(f"to is {to!r}, expected begun, prepared or installed")
+            limit_s = _number(body, "timeout_s", 60.0)
+            return machine.Advance(key, incarnation, _text(body, "round"), to, limit_s)  # type: ignore[arg-type]
+        case "fail":
+            return machine.Fail(key, incarnation, _text(body, "round"), _text(body, "reason")[:2000])
+    raise BadRequest(f"unknown call {kind!r}")
+
+
+async def _body(request: Request, limit_bytes: int) -> bytes:
+    """The whole body, limited in size and time."""
+    parts: list[bytes] = []
+    total = 0
+    async with asyncio.timeout(BODY_TIMEOUT_S):
+        async for part in request.stream():
+            total += len(part)
+            if total > limit_bytes:
+                raise BadRequest(f"the body exceeds {limit_bytes} bytes")
+            parts.append(part)
+    return b"".join(parts)
+
+
+async def _json(request: Request) -> dict[str, Any]:
+    body = json.loads(await _body(request, MAX_BODY_BYTES) or b"{}")
+    if not isinstance(body, dict):
+        raise BadRequest(f"the body is {type(body).__name__}, expected an object")
+    return body
+
+
+class Routes:
+    """The HTTP calls of one hub."""
+
+    def __init__(self, hub: Hub) -> None:
+        self.hub = hub
+
+    def table(self) -> list[Route]:
+        """All routes."""
+        guarded = [
+            ("/v1/event/{kind}", self.event, ["POST"]),
+            ("/v1/watch", self.watch, ["POST"]),
+            ("/v1/round", self.round, ["POST"]),
+            ("/v1/newest", self.newest, ["POST"]),
+            ("/v1/members", self.members, ["POST"]),
+            ("/v1/status", self.status, ["GET"]),
+            ("/v1/blob", self.put_blob, ["POST"]),
+            ("/v1/blob/{digest}", self.get_blob, ["GET"]),
+        ]
+        routes = [Route(path, self._guard(call), methods=methods) for path, call, methods in guarded]
+        return [*routes, Route("/health", self.health, methods=["GET"])]
+
+    def _guard(self, call: Callable[[Request], Any]) -> Callable[[Request], Any]:
+        async def guarded(request: Request) -> Response:
+            if not auth.check_bearer(request.headers.get("authorization"), self.hub.token):
+                logger.warning("refused %s from %s: no valid token", request.url.path, request.client)
+                return JSONResponse({"error": "unauthorized", "message": "the run token is needed"}, 401)
+            try:
+                response: Response = await call(request)
+                return response
+            except (BadRequest, ValueError) as error:
+                return JSONResponse({"error": "bad_request", "message": str(error)}, 400)
+            except TimeoutError:
+                return JSONResponse({"error": "slow", "message": "the body took too long"}, 408)
+
+        return guarded
+
+    def _answer(self, result: dict[str, Any] | machine.Refused) -> JSONResponse:
+        if isinstance(result, machine.Refused):
+            body = {"error": result.code, "message": result.message, "epoch": self.hub.state.epoch}
+            return JSONResponse(body, _HTTP.get(result.code, 409))
+        return JSONResponse({**result, "epoch": self.hub.state.epoch, "run_id": self.hub.run_id})
+
+    async def health(self, _: Request) -> Response:
+        """Whether the hub is up; needs no token and tells nothing else."""
+        return JSONResponse({"state": "ready"})
+
+    async def event(self, request: Request) -> Response:
+        """One change of state."""
+        event = _event(request.path_params["kind"], await _json(request), self.hub.ttl_s)
+        outcome = self.hub.apply(event)
+        return self._answer(outcome if isinstance(outcome, machine.Refused) else outcome.reply)
+
+    async def watch(self, request: Request) -> Response:
+        """Long poll of a subscriber rank: answers when publishers or its offer differ from what it knows."""
+        body = await _json(request)
+        key, incarnation = _key(body), _text(body, "incarnation")
+        known_round, known_publishers = body.get("round"), body.get("publishers")
+
+        def ask() -> dict[str, Any] | machine.Refused | None:
+            seen = machine.watch(self.hub.state, key, incarnation)
+            if isinstance(seen, machine.Refused):
+                return seen
+            offered = seen["offer"]["round"] if seen["offer"] else None
+            publishers = [p["incarnation"] for p in seen["publishers"]]
+            changed = offered != known_round or publishers != known_publishers
+            return seen if changed else None
+
+        result = await self.hub.poll(ask, _number(body, "timeout_s", MAX_POLL_S))
+        return self._answer(result if result is not None else {"unchanged": True})
+
+    async def round(self, request: Request) -> Response:
+        """Long poll of a rank that is prepared: answers when every rank is, or when the round is over."""
+        body = await _json(request)
+        round_id = _text(body, "round")
+
+        def ask() -> dict[str, Any] | machine.Refused | None:
+            seen = machine.round_status(self.hub.state, round_id)
+            waiting = (
+                not isinstance(seen, machine.Refused) and seen["state"] == "open" and not seen["prepared"]
+            )
+            return None if waiting else seen
+
+        result = await self.hub.poll(ask, _number(body, "timeout_s", MAX_POLL_S))
+        return self._answer(
+            result if result is not None else {"state": "open", "prepared": False, "reason": ""}
+        )
+
+    async def newest(self, request: Request) -> Response:
+        """The newest version of a model; with ``after`` a long poll for another one than that."""
+        body = await _json(request)
+        model, after = _text(body, "model"), version_of(body.get("after"))
+
+        def ask() -> dict[str, Any] | None:
+            entry = self.hub.state.newest.get(model)
+            if entry is None or not machine.accepts(after, entry.version):
+                return None
+            return machine.newest_version(self.hub.state, model)
+
+        return self._answer({"newest": await self.hub.poll(ask, _number(body, "timeout_s", 0.0))})
+
+    async def members(self, request: Request) -> Response:
+        """Members of a role; a long poll until there are ``count`` of them."""
+        body = await _json(request)
+        role, count = body.get("role"), int(_number(body, "count", 0))
+
+        def listed() -> list[dict[str, Any]]:
+            return [m.public() for m in self.hub.state.members.values() if role in (None, m.key.role)]
+
+        def ask() -> list[dict[str, Any]] | None:
+            return found if len(found := listed()) >= count else None
+
+        found = await self.hub.poll(ask, _number(body, "timeout_s", 0.0))
+        return self._answer({"members": listed() if found is None else found})
+
+    async def status(self, _: Request) -> Response:
+        """The whole state."""
+        return self._answer(machine.status(self.hub.state))
+
+    async def put_blob(self, request: Request) -> Response:
+        """Keep the body under its sha256."""
+        data = await _body(request, MAX_BLOB_BYTES)
+        self.hub.put_blob(data)
+        return self._answer({"digest": hashlib.sha256(data).hexdigest()})
+
+    async def get_blob(self, request: Request) -> Response:
+        """A blob's bytes."""
+        data = self.hub.blobs.get(request.path_params["digest"])
+        if data is None:
+            return JSONResponse({"error": "unknown_blob", "message": "no such blob"}, 404)
+        return Response(data, media_type="application/octet-stream")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def run_hub(
+    host: str,
+    port: int,
+    token_file: str | Path,
+    *,
+    stop: threading.Event | None = None,
+    announce: Callable[[str], None] | None = None,
+    ttl_s: float = 10.0,
+    run_id: str | None = None,
+) -> None:
+    """Serve until ``stop`` is set; ``announce(url)`` is called once the hub answers.
+
+    Binds to ``host`` (anything but loopback draws a loud warning: control isn't encrypted). ResourceError
+    when the port is taken. ``ttl_s`` is the lease of members that don't ask for another.
+    """
+    token = auth.load_token(token_file)
+    if not _is_loopback(host):
+        logger.warning(
+            "THE HUB LISTENS ON %s: its control traffic is not encrypted; trust that network", host
+        )
+    try:
+        sock = wire.listen(host, port, backlog=1024)
+    except OSError as error:
+        raise ResourceError(f"can't listen on {host}:{port}: {error.strerror or error}") from error
+    with contextlib.closing(sock):
+        hub_run = _serve(
+            sock, token, run_id or auth.run_id_of(token), ttl_s, stop or threading.Event(), announce
+        )
+        asyncio.run(hub_run)
+
+
+async def _serve(
+    sock: socket.socket,
+    token: str,
+    run_id: str,
+    ttl_s: float,
+    stop: threading.Event,
+    announce: Callable[[str], None] | None,
+) -> None:
+    hub = Hub(token, run_id, ttl_s)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        ticking = asyncio.create_task(hub.tick())
+        yield
+        ticking.cancel()
+
+    app = Starlette(routes=Routes(hub).table(), lifespan=lifespan)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        limit_concurrency=2048,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=1,
+        lifespan="on",
+    )
+    server = uvicorn.Server(config)
+    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+    serving = asyncio.create_task(server._serve(sockets=[sock]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    bound_host, bound_port = sock.getsockname()[:2]
+    url = f"http://[{bound_host}]:{bound_port}" if ":" in bound_host else f"http://{bound_host}:{bound_port}"
+    if announce is not None and not serving.done():
+        announce(url)
+    while not stop.is_set() and not serving.done():
+        await asyncio.sleep(0.1)
+    server.should_exit = True
+    await serving
