@@ -1,7 +1,7 @@
 """The hub's shell: HTTP around the state machine. Starlette and uvicorn on one event loop, no threads.
 
 Every call but ``GET /health`` needs ``Authorization: Bearer <run token>``. Bodies are JSON of limited size
-that must arrive within a deadline; long polls end after at most ``MAX_POLL_S``. Blobs (layouts, correspondences)
+that must arrive within a deadline; long polls end after at most ``MAX_POLL_S``. Blobs (layouts and the like)
 are stored under the sha256 of their bytes and, as everything here, are forgotten at a restart: their owners
 register them again.
 """
