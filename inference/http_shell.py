@@ -1,0 +1,232 @@
+"""What stands around every call of the engine's server: token, limits, deadlines, errors, disconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from jaxrl_sync.inference.errors import EngineError
+from jaxrl_sync.inference.openai_types import ApiError
+
+T = TypeVar("T")
+log = logging.getLogger("jaxrl_sync.inference.server")
+
+MAX_BODY_BYTES = 8 << 20
+BODY_DEADLINE_S = 30.0
+HEADER_DEADLINE_S = 20.0
+SEND_DEADLINE_S = 60.0
+KEEP_ALIVE_S = 75.0
+_MAX_LOGGED_PEERS = 1024
+
+
+class HttpError(Exception):
+    """An answer other than 200 that the shell itself decides on."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status, self.message = status, message
+
+
+class ClientGone(Exception):
+    """The client closed its connection before the answer."""
+
+
+class BearerAuth:
+    """Refuses every request without the token, before its body is read; but for the paths in ``public``.
+
+    The comparison takes the same time for any wrong token. Each refused peer is logged once.
+    """
+
+    def __init__(self, app: ASGIApp, token: str, public: frozenset[str]) -> None:
+        self._app = app
+        self._expected = b"bearer " + token.encode()
+        self._public = public
+        self._logged: set[str] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in self._public or self._admits(scope):
+            await self._app(scope, receive, send)
+            return
+        self._log_once(scope)
+        message = "missing or wrong run token: send it as 'Authorization: Bearer TOKEN' (api_key)"
+        response = error_response(scope["path"], 401, "AuthenticationError", message, "invalid_api_key")
+        response.headers["www-authenticate"] = "Bearer"
+        response.headers["connection"] = "close"  # the body of the refused request is not read
+        await response(scope, receive, send)
+
+    def _admits(self, scope: Scope) -> bool:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(given) != 1:
+            return False
+        scheme, _, token = given[0].partition(b" ")
+        return hmac.compare_digest(scheme.lower() + b" " + token.strip(), self._expected)
+
+    def _log_once(self, scope: Scope) -> None:
+        peer = scope["client"][0] if scope.get("client") else "unknown"
+        if peer not in self._logged and len(self._logged) < _MAX_LOGGED_PEERS:
+            self._logged.add(peer)
+            log.warning("refused %s from %s: missing or wrong run token (logged once)", scope["path"], peer)
+
+
+class ImpatientProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1 protocol, which by itself lets a new connection wait for its headers for ever."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._headers_due = self.loop.call_later(HEADER_DEADLINE_S, self._close_silent)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._headers_due.cancel()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._headers_due.cancel()
+        self._headers_due = self.loop.call_later(HEADER_DEADLINE_S + KEEP_ALIVE_S, self._close_silent)
+
+    def _close_silent(self) -> None:
+        busy = self.cycle is not None and not self.cycle.response_complete
+        if not busy and not self.transport.is_closing():
+            self.transport.close()
+
+
+class EventStream(Response):
+    """Server-sent events of ``events``; ends early when the client goes away or stops reading.
+
+    ``on_close`` is called in every case, also when no event was ever asked for.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], on_close: Callable[[], None]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._on_close = on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await while_connected(receive, self._pump(send))
+        except (ClientGone, OSError, TimeoutError) as error:
+            log.info("event stream ended by the client's side: %s", str(error) or type(error).__name__)
+        finally:
+            self._on_close()
+
+    async def _pump(self, send: Send) -> None:
+        async for event in self._events:
+            await self._send(send, event, more=True)
+        await self._send(send, b"", more=False)
+
+    async def _send(self, send: Send, body: bytes, more: bool) -> None:
+        message: Message = {"type": "http.response.body", "body": body, "more_body": more}
+        await asyncio.wait_for(send(message), SEND_DEADLINE_S)
+
+
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
+    """``work``'s result; cancels it and raises ClientGone when the client disconnects first."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone("client disconnected")
+    finally:
+        for pending in (task, watch):
+            pending.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def read_json(request: HttpRequest, max_bytes: int = MAX_BODY_BYTES) -> dict[str, Any]:
+    """The body, a JSON object. HttpError 413 over the limit, 408 after BODY_DEADLINE_S, 400 if no object."""
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise HttpError(413, f"body of {declared} bytes, at most {max_bytes} are taken")
+    try:
+        body = await asyncio.wait_for(_read(request, max_bytes), BODY_DEADLINE_S)
+    except TimeoutError:
+        raise HttpError(408, f"body not complete after {BODY_DEADLINE_S:g} s") from None
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise HttpError(400, f"body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise HttpError(400, f"body: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+async def _read(request: HttpRequest, max_bytes: int) -> bytes:
+    chunks, size_bytes = [], 0
+    async for chunk in request.stream():
+        size_bytes += len(chunk)
+        if size_bytes > max_bytes:
+            raise HttpError(413, f"body of over {max_bytes} bytes, at most {max_bytes} are taken")
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def json_response(body: Any, status: int = 200) -> Response:
+    """JSON with NaN kept as Python's json does: a broken log-prob must be seen by the client, not hidden."""
+    content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return Response(content, status, media_type="application/json")
+
+
+_OPENAI_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+
+def error_response(path: str, status: int, kind: str, message: str, code: str | None = None) -> Response:
+    """``{"error": {"type", "message"}}``; under ``/v1`` OpenAI's types, with ``param`` and ``code`` too."""
+    if path.startswith("/v1/"):
+        kind = _OPENAI_KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+        error = {"message": message, "type": kind, "param": None, "code": code}
+    else:
+        error = {"type": kind, "message": message}
+    return json_response({"error": error}, status)
+
+
+def answering(handler: Callable[[HttpRequest], Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
+    """The handler with every error turned into an answer; an unexpected one is logged and becomes a 500."""
+
+    async def answer(request: HttpRequest) -> Response:
+        path = request.url.path
+        try:
+            return await handler(request)
+        except ApiError as error:
+            return json_response(error.to_json(), error.status)
+        except EngineError as error:
+            response = error_response(path, error.status, type(error).__name__, str(error))
+            if error.status in (429, 503):
+                response.headers["retry-after"] = "1"
+            return response
+        except HttpError as error:
+            kind = "RequestError" if error.status < 500 else "ServerError"
+            return error_response(path, error.status, kind, error.message)
+        except TimeoutError as error:
+            return error_response(path, 504, "DeadlineError", str(error) or "deadline passed")
+        except ClientGone:
+            return Response(status_code=499)  # nobody reads it; the log tells it from an answer
+        except Exception as error:
+            log.exception("%s failed", path)
+            return error_response(path, 500, "InternalError", f"{type(error).__name__} in the server's log")
+
+    return answer
