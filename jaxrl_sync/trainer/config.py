@@ -75,7 +75,8 @@ class TrainerConfig:
 
     ``rows`` counts the packed rows of one micro-batch over *all* data ranks, ``seq_len`` their tokens: the
     token budget of a micro-batch is ``rows * seq_len``. ``logprob_chunk`` tokens of every row get their logits
-    at once. ``gather`` says when FSDP shards are gathered: all before the layer loop, or each in its layer.
+    at once. ``gather`` says when FSDP shards are gathered: all before the layer loop, or each in its layer. ``scan_unroll`` layers form one turn of
+    that loop (on CPU a loop's backward pass costs up to twice that of the unrolled layers).
     """
 
     mesh: MeshConfig = MeshConfig()
@@ -86,6 +87,7 @@ class TrainerConfig:
     remat: bool = False
     logprob_chunk: int = 128
     gather: Literal["step", "layer"] = "step"
+    scan_unroll: int = 2
     init_std: float = 0.02
     temperature: float = 1.0
 

@@ -9,6 +9,7 @@ H query heads, N key/value heads, G = H // N, K head size, F feed-forward, L lay
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -24,13 +25,22 @@ _MASKED = -1e30  # finite, so that a row of padding has a softmax and no NaN
 
 
 class Kernel(nnx.Module):
-    """One projection; the caller names the contraction."""
+    """One projection."""
 
     def __init__(self, shape: tuple[int, ...], std: float, rngs: nnx.Rngs) -> None:
         self.kernel = nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32))
 
-    def __call__(self, x: jax.Array, contraction: str) -> jax.Array:
-        return jnp.einsum(contraction, x, self.kernel[...])
+    def __call__(self, x: jax.Array, out_dims: int = 1) -> jax.Array:
+        """Contract the last dimensions of ``x`` with the first of the kernel, of which ``out_dims`` stay.
+
+        One plain matrix product over all tokens: on CPU its backward pass is about twice as fast as that of
+        a contraction over several dimensions.
+        """
+        kernel = self.kernel[...]
+        inner, outer = kernel.shape[:-out_dims], kernel.shape[-out_dims:]
+        lead = x.shape[: x.ndim - len(inner)]
+        flat = x.reshape(-1, math.prod(inner)) @ kernel.reshape(math.prod(inner), math.prod(outer))
+        return flat.reshape(*lead, *outer)
 
 
 class RMSNorm(nnx.Module):
@@ -59,17 +69,22 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm((L, K), cfg.norm_eps)
 
     def __call__(self, x_BSD: jax.Array, rope: tuple[jax.Array, jax.Array], mask_BST: jax.Array) -> jax.Array:
-        q_BSHK = rotate(self.q_norm(self.q_proj(x_BSD, "bsd,dhk->bshk")), rope)
-        k_BTNK = rotate(self.k_norm(self.k_proj(x_BSD, "bsd,dnk->bsnk")), rope)
-        v_BTNK = self.v_proj(x_BSD, "bsd,dnk->bsnk")
+        q_BSHK = rotate(self.q_norm(self.q_proj(x_BSD, out_dims=2)), rope)
+        k_BTNK = rotate(self.k_norm(self.k_proj(x_BSD, out_dims=2)), rope)
+        v_BNTK = jnp.swapaxes(self.v_proj(x_BSD, out_dims=2), 1, 2)
         B, S, H, K = q_BSHK.shape
         N = k_BTNK.shape[2]
-        q_BSNGK = q_BSHK.reshape(B, S, N, H // N, K)
-        scores = jnp.einsum("bsngk,btnk->bngst", q_BSNGK, k_BTNK, preferred_element_type=jnp.float32)
-        scores = jnp.where(mask_BST[:, None, None], scores * K**-0.5, _MASKED)
-        weights = jax.nn.softmax(scores, axis=-1).astype(v_BTNK.dtype)
-        out_BSNGK = jnp.einsum("bngst,btnk->bsngk", weights, v_BTNK)
-        return self.o_proj(out_BSNGK.reshape(B, S, H, K), "bshk,hkd->bsd")
+        # Batch dimensions first, the queries of one group in rows: one plain batched product per (B, N).
+        q_BNGSK = q_BSHK.reshape(B, S, N, H // N, K).transpose(0, 2, 3, 1, 4)
+        q_BNQK = q_BNGSK.reshape(B, N, (H // N) * S, K)
+        k_BNTK = jnp.swapaxes(k_BTNK, 1, 2)
+        scores = jnp.einsum("bnqk,bntk->bnqt", q_BNQK, k_BNTK, preferred_element_type=jnp.float32)
+        scores = scores.reshape(B, N, H // N, S, S) * K**-0.5
+        weights = jax.nn.softmax(jnp.where(mask_BST[:, None, None], scores, _MASKED), axis=-1)
+        weights = weights.astype(v_BNTK.dtype).reshape(B, N, (H // N) * S, S)
+        out_BNQK = jnp.einsum("bnqt,bntk->bnqk", weights, v_BNTK)
+        out_BSHK = out_BNQK.reshape(B, N, H // N, S, K).transpose(0, 3, 1, 2, 4).reshape(B, S, H, K)
+        return self.o_proj(out_BSHK)
 
 
 class FeedForward(nnx.Module):
@@ -82,8 +97,7 @@ class FeedForward(nnx.Module):
         self.down_proj = Kernel((L, F, D), std, rngs)
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        hidden_BSF = jax.nn.silu(self.gate_proj(x_BSD, "bsd,df->bsf")) * self.up_proj(x_BSD, "bsd,df->bsf")
-        return self.down_proj(hidden_BSF, "bsf,fd->bsd")
+        return self.down_proj(jax.nn.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
 
 
 class Layers(nnx.Module):
@@ -205,7 +219,7 @@ def hidden_states(
 
     body = jax.checkpoint(layer) if config.remat else layer
     x_BSD = constrain(model.embed(tokens_BS), ("batch", "seq", "features"), mesh)
-    x_BSD, _ = jax.lax.scan(body, x_BSD, stacked)
+    x_BSD, _ = jax.lax.scan(body, x_BSD, stacked, unroll=config.scan_unroll)
     hidden: jax.Array = model.final_norm(x_BSD)
     return hidden
 
