@@ -34,7 +34,7 @@ def workers(
 
 def command(role: str, *arguments: str) -> tuple[str, ...]:
     """The command line of one role."""
-    return (sys.executable, "-m", "jaxrl_sync.cli", role, *arguments)
+    return (sys.executable, "-P", "-m", "jaxrl_sync.cli", role, *arguments)
 
 
 def process_name(role: str, replica: int, rank: int) -> str:

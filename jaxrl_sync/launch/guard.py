@@ -24,7 +24,7 @@ class Guard:
 
     def __init__(self, run_dir: Path, mark: tuple[str, str], shm_prefix: str) -> None:
         env = {k: v for k, v in os.environ.items() if k != mark[0]}
-        argv = [sys.executable, "-m", "jaxrl_sync.launch.guard", str(run_dir), *mark, shm_prefix]
+        argv = [sys.executable, "-P", "-m", "jaxrl_sync.launch.guard", str(run_dir), *mark, shm_prefix]
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         with (run_dir / "logs" / "guard.log").open("ab") as log:
             self._process = subprocess.Popen(

@@ -13,7 +13,8 @@ def describe_summary(summary: Mapping[str, Any]) -> list[str]:
     return [
         f"steps {_show(summary.get('steps'))}, syncs {_show(summary.get('syncs'))}, "
         f"wall time {_show(summary.get('wall_s'), '.1f')} s",
-        f"eval exact match: before {_show(evals.get('before'), '.3f')}, after {_show(evals.get('after'), '.3f')}",
+        f"eval exact match: before {_show(evals.get('before'), '.3f')}, "
+        f"after {_show(evals.get('after'), '.3f')}",
         f"tokens/s {_show(summary.get('tokens_per_s'), '.0f')}, "
         f"bytes per sync {_show(summary.get('bytes_per_sync'), ',.0f')}",
         f"swap pause: median {_ms(pause.get('median'))}, p99 {_ms(pause.get('p99'))}",

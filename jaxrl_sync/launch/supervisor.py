@@ -1,9 +1,9 @@
 """The supervisor of a run: starts its workers, watches them, repairs what can be repaired, ends the rest.
 
 One loop, no threads. The death of the trainer or of the orchestrator ends the run with a named cause; an
-engine replica and the hub (whose state is soft) are started again, a stated number of times. Whatever happens,
-no process, no shared-memory segment and no socket file is left: the guard sweeps when the supervisor has
-ended, killed or not.
+engine replica and the hub (whose state is soft) are started again, a stated number of times. Whatever
+happens, no process, no shared-memory segment and no socket file is left: the guard sweeps when the supervisor
+has ended, killed or not.
 """
 
 from __future__ import annotations

@@ -1,0 +1,63 @@
+"""``jaxrl-sync run``: from a config file to a run directory, a token, a supervised run and its last words."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxrl_sync.config import RunConfig, load, parse_overrides, render, save
+from jaxrl_sync.launch.commands import workers
+from jaxrl_sync.launch.rundir import create, locked
+from jaxrl_sync.launch.summary import describe_summary
+from jaxrl_sync.launch.supervisor import Outcome, Supervisor, read_json
+from jaxrl_sync.launch.view import open_view
+from jaxrl_sync.launch.worker import ERROR_PREFIX
+
+
+def run(
+    config_path: str,
+    overrides: Sequence[str],
+    *,
+    run_dir: str | None = None,
+    resume: bool = False,
+    dry: bool = False,
+) -> int:
+    """Run the config with dotted ``overrides``; ``dry`` only prints it, resolved. Returns the exit code."""
+    config = load(config_path, parse_overrides(overrides))
+    if dry:
+        print(render(config), end="")
+        return 0
+    path = create(config.run.root, config.run.name, run_dir, resume=resume)
+    with locked(path):
+        outcome = _supervise(config, path, resume)
+    summary = read_json(path / "summary.json")
+    if outcome.code == 0 and summary is not None:
+        print("\n".join(describe_summary(summary)))
+    if outcome.code:
+        print(ERROR_PREFIX + outcome.cause, file=sys.stderr)
+    print(f"run directory: {path}")
+    return outcome.code
+
+
+def _supervise(config: RunConfig, path: Path, resume: bool) -> Outcome:
+    from jaxrl_sync.transfer.auth import create_token, run_id_of
+
+    forget_attempt(path)
+    save(config, path / "config.toml")
+    token = create_token(path / "token")
+    view = open_view(path)
+    try:
+        specs = workers(config, path, os.environ, resume=resume)
+        return Supervisor(config.run, path, specs, view, f"jaxrl_sync-{run_id_of(token)}-").run()
+    finally:
+        view.close()
+
+
+def forget_attempt(path: Path) -> None:
+    """Remove what an earlier attempt left that would be taken for this one's: token, addresses, progress."""
+    for name in ("token", "progress.json", "summary.json"):
+        (path / name).unlink(missing_ok=True)
+    shutil.rmtree(path / "proc", ignore_errors=True)
