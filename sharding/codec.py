@@ -23,7 +23,7 @@ class Writer:
     def __init__(self, magic: bytes) -> None:
         self._out = bytearray(magic)
 
-    def int(self, value: int) -> None:
+    def integer(self, value: int) -> None:
         """One signed integer of any size."""
         value = int(value)
         rest = value << 1 if value >= 0 else ((-value) << 1) - 1
@@ -33,28 +33,28 @@ class Writer:
             rest >>= 7
         out.append(rest)
 
-    def ints(self, values: Iterable[int]) -> None:
+    def integers(self, values: Iterable[int]) -> None:
         """A list of integers, its length first."""
         items = tuple(values)
-        self.int(len(items))
+        self.integer(len(items))
         for item in items:
-            self.int(item)
+            self.integer(item)
 
-    def bytes(self, value: bytes) -> None:
+    def raw(self, value: bytes) -> None:
         """A byte string, its length first."""
-        self.int(len(value))
+        self.integer(len(value))
         self._out += value
 
-    def str(self, value: str) -> None:
+    def text(self, value: str) -> None:
         """A string as UTF-8, its length first."""
-        self.bytes(value.encode())
+        self.raw(value.encode())
 
-    def strs(self, values: Iterable[str]) -> None:
+    def texts(self, values: Iterable[str]) -> None:
         """A list of strings, its length first."""
         items = tuple(values)
-        self.int(len(items))
+        self.integer(len(items))
         for item in items:
-            self.str(item)
+            self.text(item)
 
     def getvalue(self) -> bytes:
         """Everything written so far."""
@@ -69,7 +69,7 @@ class Reader:
             raise MappingError(f"{what}: expected header {magic!r}, found {bytes(data[: len(magic)])!r}")
         self._data, self._at, self._what = data, len(magic), what
 
-    def int(self) -> int:
+    def integer(self) -> int:
         """One signed integer."""
         rest = shift = 0
         while True:
@@ -85,16 +85,16 @@ class Reader:
 
     def count(self) -> int:
         """A length, which can't be negative or larger than the input."""
-        value = self.int()
+        value = self.integer()
         if not 0 <= value <= len(self._data):
             raise MappingError(f"{self._what}: impossible length {value} at byte {self._at}")
         return value
 
-    def ints(self) -> tuple[int, ...]:
+    def integers(self) -> tuple[int, ...]:
         """A list of integers."""
-        return tuple(self.int() for _ in range(self.count()))
+        return tuple(self.integer() for _ in range(self.count()))
 
-    def bytes(self) -> bytes:
+    def raw(self) -> bytes:
         """A byte string."""
         size = self.count()
         part = bytes(self._data[self._at : self._at + size])
@@ -103,16 +103,16 @@ class Reader:
         self._at += size
         return part
 
-    def str(self) -> str:
+    def text(self) -> str:
         """A string."""
         try:
-            return self.bytes().decode()
+            return self.raw().decode()
         except UnicodeDecodeError as error:
             raise MappingError(f"{self._what}: not UTF-8 before byte {self._at}") from error
 
-    def strs(self) -> tuple[str, ...]:
+    def texts(self) -> tuple[str, ...]:
         """A list of strings."""
-        return tuple(self.str() for _ in range(self.count()))
+        return tuple(self.text() for _ in range(self.count()))
 
     def end(self) -> None:
         """Asserts that everything was read."""

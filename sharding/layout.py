@@ -247,21 +247,21 @@ class Layout(Mapping[str, TensorLayout]):
     def _bytes(self) -> bytes:
         out = codec.Writer(_MAGIC)
         placements = self._placements
-        out.int(len(placements))
+        out.integer(len(placements))
         for placement in placements:
-            out.ints(placement.shape)
-            out.int(len(placement.shards))
+            out.integers(placement.shape)
+            out.integer(len(placement.shards))
             for shard in placement.shards:
-                out.int(shard.device)
-                out.int(shard.process)
+                out.integer(shard.device)
+                out.integer(shard.process)
                 for edge in (*shard.box.start, *shard.box.stop):
-                    out.int(edge)
+                    out.integer(edge)
         by_id = {id(t.placement): placements[t.placement] for t in self.tensors.values()}
-        out.int(len(self.tensors))
+        out.integer(len(self.tensors))
         for path, tensor in self.tensors.items():
-            out.str(path)
-            out.str(tensor.dtype)
-            out.int(by_id[id(tensor.placement)])
+            out.text(path)
+            out.text(tensor.dtype)
+            out.integer(by_id[id(tensor.placement)])
         return out.getvalue()
 
     @classmethod
@@ -270,16 +270,16 @@ class Layout(Mapping[str, TensorLayout]):
         read = codec.Reader(data, _MAGIC, "layout")
         placements = []
         for _ in range(read.count()):
-            shape = read.ints()
+            shape = read.integers()
             shards = []
             for _ in range(read.count()):
-                device, process = read.int(), read.int()
-                start = tuple(read.int() for _ in shape)
-                shards.append(Shard(device, process, Box(start, tuple(read.int() for _ in shape))))
+                device, process = read.integer(), read.integer()
+                start = tuple(read.integer() for _ in shape)
+                shards.append(Shard(device, process, Box(start, tuple(read.integer() for _ in shape))))
             placements.append(Placement(shape, tuple(shards)))
         tensors = {}
         for _ in range(read.count()):
-            path, dtype, index = read.str(), read.str(), read.int()
+            path, dtype, index = read.text(), read.text(), read.integer()
             if not 0 <= index < len(placements):
                 raise MappingError(f"layout: tensor {path!r} names placement {index} of {len(placements)}")
             tensors[path] = TensorLayout(str(dtype_of(dtype)), placements[index])

@@ -1,0 +1,42 @@
+/* CPU kernels of jaxrl_sync.sharding: tables of strided copies, keyed digests. No Python here. */
+#ifndef JAXRL_KERNELS_H
+#define JAXRL_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define MAX_DIMS 6
+
+/* One strided copy. All offsets and strides are bytes; `run` contiguous bytes are moved per index. */
+typedef struct {
+    int64_t source, target;             /* index of the buffer on each side */
+    int64_t source_offset, target_offset;
+    int64_t run;
+    int64_t ndim;
+    int64_t shape[MAX_DIMS];
+    int64_t source_stride[MAX_DIMS];
+    int64_t target_stride[MAX_DIMS];
+} copy_entry;
+
+/* One strided block to sum; an element's key is row_key(row) * column_key(column). */
+typedef struct {
+    int64_t source, group;              /* index of the buffer; index of the pair of sums */
+    int64_t offset;
+    int64_t itemsize;                   /* 1, 2, 4 or 8 bytes */
+    int64_t ndim;
+    int64_t row, column;
+    int64_t shape[MAX_DIMS];
+    int64_t stride[MAX_DIMS];
+    int64_t row_stride[MAX_DIMS];
+    int64_t column_stride[MAX_DIMS];
+} sum_entry;
+
+void run_copies(const copy_entry *entries, int64_t count, const uintptr_t *sources, const uintptr_t *targets,
+                int threads, int streaming);
+void run_sums(const sum_entry *entries, int64_t count, const uintptr_t *sources, uint32_t *sums, int threads);
+int has_avx2(void);
+
+/* Calls `work(state, index)` for every index below `count` on `threads` threads (this one included). */
+void parallel_for(void (*work)(void *state, int64_t index), void *state, int64_t count, int threads);
+
+#endif

@@ -1,0 +1,121 @@
+/* jaxrl_sync.sharding._kernels: the Python face of the CPU kernels. The caller has checked every extent;
+ * here only sizes of the tables and indices of buffers are checked again. */
+#define Py_LIMITED_API 0x030B0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "kernels.h"
+
+static int check_table(const Py_buffer *table, size_t row, const Py_buffer *sources, const Py_buffer *targets)
+{
+    if ((size_t)table->len % row != 0 || sources->len % (Py_ssize_t)sizeof(uintptr_t) != 0 ||
+        targets->len % (Py_ssize_t)sizeof(uint32_t) != 0) {
+        PyErr_Format(PyExc_ValueError, "table of %zd bytes is no whole number of rows of %zu bytes", table->len,
+                     row);
+        return -1;
+    }
+    return 0;
+}
+
+static int check_dims(int64_t ndim, int64_t low)
+{
+    if (ndim >= low && ndim <= MAX_DIMS)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "entry has %lld dimensions, expected %lld to %d", (long long)ndim,
+                 (long long)low, MAX_DIMS);
+    return -1;
+}
+
+static int check_index(int64_t index, Py_ssize_t count, const char *what)
+{
+    if (index >= 0 && index < count)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "entry names %s %lld of %zd", what, (long long)index, count);
+    return -1;
+}
+
+static PyObject *copy_table(PyObject *module, PyObject *args)
+{
+    (void)module;
+    Py_buffer table, sources, targets;
+    int threads, streaming;
+    PyObject *result = NULL;
+    if (!PyArg_ParseTuple(args, "y*y*y*ii:copy_table", &table, &sources, &targets, &threads, &streaming))
+        return NULL;
+    if (check_table(&table, sizeof(copy_entry), &sources, &targets) < 0)
+        goto done;
+    const copy_entry *entries = table.buf;
+    int64_t count = (int64_t)((size_t)table.len / sizeof(copy_entry));
+    for (int64_t i = 0; i < count; i++)
+        if (check_dims(entries[i].ndim, 0) < 0 ||
+            check_index(entries[i].source, sources.len / (Py_ssize_t)sizeof(uintptr_t), "source") < 0 ||
+            check_index(entries[i].target, targets.len / (Py_ssize_t)sizeof(uintptr_t), "target") < 0)
+            goto done;
+    Py_BEGIN_ALLOW_THREADS
+    run_copies(entries, count, sources.buf, targets.buf, threads, streaming);
+    Py_END_ALLOW_THREADS
+    result = Py_NewRef(Py_None);
+done:
+    PyBuffer_Release(&table);
+    PyBuffer_Release(&sources);
+    PyBuffer_Release(&targets);
+    return result;
+}
+
+static PyObject *sum_table(PyObject *module, PyObject *args)
+{
+    (void)module;
+    Py_buffer table, sources, sums;
+    int threads;
+    PyObject *result = NULL;
+    if (!PyArg_ParseTuple(args, "y*y*w*i:sum_table", &table, &sources, &sums, &threads))
+        return NULL;
+    if (check_table(&table, sizeof(sum_entry), &sources, &sums) < 0)
+        goto done;
+    const sum_entry *entries = table.buf;
+    int64_t count = (int64_t)((size_t)table.len / sizeof(sum_entry));
+    for (int64_t i = 0; i < count; i++)
+        if (check_dims(entries[i].ndim, 1) < 0 ||
+            check_index(entries[i].source, sources.len / (Py_ssize_t)sizeof(uintptr_t), "source") < 0 ||
+            check_index(entries[i].group, sums.len / (Py_ssize_t)(2 * sizeof(uint32_t)), "group") < 0)
+            goto done;
+    Py_BEGIN_ALLOW_THREADS
+    run_sums(entries, count, sources.buf, sums.buf, threads);
+    Py_END_ALLOW_THREADS
+    result = Py_NewRef(Py_None);
+done:
+    PyBuffer_Release(&table);
+    PyBuffer_Release(&sources);
+    PyBuffer_Release(&sums);
+    return result;
+}
+
+static PyMethodDef methods[] = {
+    {"copy_table", copy_table, METH_VARARGS,
+     "copy_table(entries, source_addresses, target_addresses, threads, streaming): runs all copies."},
+    {"sum_table", sum_table, METH_VARARGS,
+     "sum_table(entries, source_addresses, sums, threads): adds keyed sums to uint32 pairs."},
+    {NULL, NULL, 0, NULL},
+};
+
+static int module_exec(PyObject *module)
+{
+    if (PyModule_AddIntConstant(module, "MAX_DIMS", MAX_DIMS) < 0)
+        return -1;
+    return PyModule_AddIntConstant(module, "HAS_AVX2", has_avx2());
+}
+
+static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, (void *)module_exec},
+    {0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, .m_name = "_kernels", .m_doc = "CPU kernels of jaxrl_sync.sharding.",
+    .m_size = 0,           .m_methods = methods,  .m_slots = slots,
+};
+
+PyMODINIT_FUNC PyInit__kernels(void)
+{
+    return PyModuleDef_Init(&definition);
+}
