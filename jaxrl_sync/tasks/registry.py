@@ -22,7 +22,7 @@ _REGISTERED: dict[str, Callable[..., Task]] = {}
 
 
 def register(name: str) -> Callable[[Any], Any]:
-    """Class decorator that makes a task known under ``name``; raises ``TaskError`` for a name that is taken."""
+    """Class decorator that makes a task known under ``name``; raises ``TaskError`` for a taken name."""
 
     def add(task: Any) -> Any:
         if name in _BUILTIN or name in _REGISTERED:
@@ -53,7 +53,7 @@ def make_task(name: str, args: Mapping[str, Any] | None = None) -> Task:
 
 
 def parse_args(name: str, arguments: type, given: Mapping[str, Any]) -> Any:
-    """An instance of the dataclass ``arguments`` from a config table; types are strict but int serves float."""
+    """An instance of the dataclass ``arguments`` from a config table; strict types, but int serves float."""
     hints = typing.get_type_hints(arguments)
     known = [f.name for f in dataclasses.fields(arguments)]
     values = {}
