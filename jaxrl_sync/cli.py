@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from jaxrl_sync.sharding.errors import UserError
 
+INSTALL_HINT = "pip install 'jaxrl-sync[run]'"
 ROLES = ("hub", "orchestrator", "trainer", "engine")
 
 
@@ -45,6 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(ERROR_PREFIX + " ".join(str(error).split()), file=sys.stderr)
         return error.exit_code
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "jaxrl_sync":
+            raise
+        print(f"{ERROR_PREFIX}package {error.name!r} is missing: {INSTALL_HINT}", file=sys.stderr)
+        return 3
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

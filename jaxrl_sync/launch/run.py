@@ -10,6 +10,7 @@ from pathlib import Path
 
 from jaxrl_sync.config import RunConfig, load, parse_overrides, render, save
 from jaxrl_sync.launch.commands import workers
+from jaxrl_sync.launch.preflight import check_ports, check_task
 from jaxrl_sync.launch.rundir import create, locked
 from jaxrl_sync.launch.summary import describe_summary
 from jaxrl_sync.launch.supervisor import Outcome, Supervisor, read_json
@@ -27,9 +28,11 @@ def run(
 ) -> int:
     """Run the config with dotted ``overrides``; ``dry`` only prints it, resolved. Returns the exit code."""
     config = load(config_path, parse_overrides(overrides))
+    check_task(config)
     if dry:
         print(render(config), end="")
         return 0
+    check_ports(config)
     path = create(config.run.root, config.run.name, run_dir, resume=resume)
     with locked(path):
         outcome = _supervise(config, path, resume)

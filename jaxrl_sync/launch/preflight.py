@@ -1,0 +1,61 @@
+"""What must hold before a run starts, beyond its config: the task exists and fits, ports are free."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from jaxrl_sync.config import ConfigError, RunConfig
+from jaxrl_sync.sharding.errors import UserError
+
+
+class PortError(UserError, OSError):
+    """A port that the config names can't be listened on."""
+
+    exit_code = 3
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def check_task(config: RunConfig) -> None:
+    """Build the task and compare its sizes with the model's and the engine's."""
+    from jaxrl_sync.tasks.registry import make_task
+
+    task = make_task(config.task.name, config.task.args)
+    vocabulary, room = task.tokenizer.vocab_size, config.engine.max_len
+    if vocabulary > config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={config.model.vocab_size} is below the {vocabulary} tokens of task "
+            f"{config.task.name!r}"
+        )
+    needed = task.max_prompt_len + config.loop.sampling.max_tokens
+    if task.max_turns == 1 and needed > room:
+        raise ConfigError(
+            f"engine.max_len={room} is below {needed}: prompts of task {config.task.name!r} have up to "
+            f"{task.max_prompt_len} tokens and loop.sampling.max_tokens={config.loop.sampling.max_tokens}"
+        )
+
+
+def check_ports(config: RunConfig) -> None:
+    """Raise ``PortError`` for a fixed port that is in use or can't be had."""
+    if config.engine.port and config.engine.replicas > 1:
+        raise ConfigError(
+            f"engine.port={config.engine.port} can't serve engine.replicas={config.engine.replicas} on one "
+            "machine; expected 0 (any free port)"
+        )
+    for key, port in (("hub.port", config.hub.port), ("engine.port", config.engine.port)):
+        if port:
+            _check_port(key, config.run.host, port)
+
+
+def _check_port(key: str, host: str, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OverflowError:
+            raise ConfigError(f"{key}={port}: expected 0 to 65535") from None
+        except OSError as error:
+            why = "is in use" if error.errno == errno.EADDRINUSE else f"can't be used: {error.strerror}"
+            raise PortError(f"{key}: port {port} of {host} {why}") from None

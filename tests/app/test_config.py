@@ -1,0 +1,207 @@
+"""The config: what is refused and in which words, overrides, the saved copy, the command line around it."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxrl_sync.cli import main
+from jaxrl_sync.config import ConfigError, RunConfig, load, parse_overrides, render, save, toml
+from jaxrl_sync.config.convert import to_decoder, to_engine, to_publisher, to_subscriber
+
+ROOT = Path(__file__).resolve().parents[2]
+ADDITION = str(ROOT / "experiments" / "addition" / "run.toml")
+
+BAD = [
+    (["--trainer.lr", "1e-3"], 2, "unknown key trainer.lr; known: "),
+    (["--trainer.learning_rte", "1e-3"], 2, "did you mean 'learning_rate'?"),
+    (["--extra.key", "1"], 2, "unknown key extra"),
+    (["--run.steps", "many"], 2, "run.steps: found 'many'; input should be a valid integer"),
+    (["--run.steps", '"5"'], 2, "run.steps: found '5'"),
+    (["--run.steps", "0"], 2, "run.steps: found 0; input should be greater than or equal to 1"),
+    (
+        ["--engine.dtype", "float16"],
+        2,
+        "engine.dtype: found 'float16'; input should be 'float32' or 'bfloat16'",
+    ),
+    (["--trainer.mesh.tp", "3"], 2, "needs 6 devices, found 4 (trainer.processes=1 x trainer.devices=4)"),
+    (
+        ["--trainer.mesh.fsdp", "1", "--trainer.mesh.tp", "4"],
+        2,
+        "trainer.mesh.tp = 4 must divide model.num_kv",
+    ),
+    (["--engine.devices", "3"], 2, "engine tp (engine.processes=1 x engine.devices=3) = 3 must divide"),
+    (["--trainer.rows", "3"], 2, "trainer.mesh dp x fsdp = 2 must divide trainer.rows=3"),
+    (["--model.num_kv_heads", "3"], 2, "model.num_heads=4 must be a multiple of model.num_kv_heads=3"),
+    (["--loss.correction", "none"], 2, "loop.staleness_bound=2 trains on samples of older weights"),
+    (["--loss.correction", "decoupled"], 2, "needs loss.anchor='proximal', found 'rollout'"),
+    (["--loss.is_low", "3"], 2, "loss.is_low=3.0 must be below loss.is_high=2.0"),
+    (["--loop.sampling.max_tokens", "99"], 2, "leaves no room for a prompt"),
+    (["--engine.max_len", "999"], 2, "exceeds trainer.seq_len"),
+    (["--model.checkpoint", "/no/such/folder"], 3, "model.checkpoint: /no/such/folder does not exist"),
+    (["--run.seed.x", "1"], 2, "override --run.seed.x: run.seed is a value, not a table"),
+    (["--task.name", "additoin"], 2, "unknown task 'additoin'"),
+    (["--task.args.digit", "1"], 2, "has no argument 'digit'; did you mean 'digits'?"),
+    (["--task.args.digits", "one"], 2, "digits='one', expected a value of type int"),
+    (["--task.args.digits", "6"], 2, "engine.max_len=16 is below 17"),
+    (["--model.vocab_size", "8"], 2, "model.vocab_size=8 is below the 16 tokens of task 'addition'"),
+    (["--steps", "1"], 2, "unexpected argument '--steps'; overrides look like --section.key value"),
+    (["--run.steps"], 2, "override --run.steps has no value"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "message"), BAD, ids=[" ".join(row[0]) for row in BAD])
+def test_a_bad_config_is_one_line_and_a_documented_code(
+    words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", ADDITION, "--dry-run", *words]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("jaxrl-sync: error: ") and err.count("\n") == 1
+    assert message in err
+
+
+BAD_COMMANDS = [
+    (["run", "no/such.toml"], 3, "config file no/such.toml does not exist"),
+    (["run", str(ROOT)], 2, "is a folder; expected a TOML file"),
+    (["run"], 2, "the following arguments are required: config"),
+    (["frob"], 2, "invalid choice: 'frob'"),
+    (["trainer"], 2, "trainer needs --run-dir"),
+    (["status", "/"], 2, "/ is not a run directory"),
+    (["run", ADDITION, "--resume"], 2, "--resume needs --run-dir"),
+    (["report", "/no/such/run"], 3, "/no/such/run"),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"), BAD_COMMANDS, ids=[" ".join(r[0]) for r in BAD_COMMANDS]
+)
+def test_a_bad_command_is_one_line_and_a_documented_code(
+    words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == code
+    err = capsys.readouterr().err
+    assert err.startswith("jaxrl-sync: error: ") and err.count("\n") == 1
+    assert message in err
+
+
+def test_a_port_in_use_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        words = ["run", ADDITION, "--run-dir", str(tmp_path / "run"), "--hub.port", str(port)]
+        assert main(words) == 3
+    assert capsys.readouterr().err == f"jaxrl-sync: error: hub.port: port {port} of 127.0.0.1 is in use\n"
+    assert not (tmp_path / "run").exists()
+
+
+def test_toml_that_is_not_toml_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad.toml").write_text("[run\n")
+    assert main(["run", str(tmp_path / "bad.toml")]) == 2
+    assert "is not valid TOML" in capsys.readouterr().err
+
+
+def test_a_missing_value_is_named(tmp_path: Path) -> None:
+    (tmp_path / "some.toml").write_text('[task]\nname = "addition"\n[loop]\nstaleness_bound = 0\n')
+    with pytest.raises(ConfigError, match="model is missing"):
+        load(tmp_path / "some.toml")
+
+
+def test_asynchrony_without_a_word_on_correction_is_refused(tmp_path: Path) -> None:
+    text = Path(ADDITION).read_text().replace('correction = "tis_token"', "")
+    (tmp_path / "run.toml").write_text(text)
+    with pytest.raises(ConfigError, match="found nothing; expected clip, tis_token"):
+        load(tmp_path / "run.toml")
+    assert load(tmp_path / "run.toml", {"loop.staleness_bound": 0}).loss.correction is None
+
+
+def test_overrides_are_read_as_toml_and_else_as_text() -> None:
+    words = [
+        "--a.b",
+        "2",
+        "--a.c=1e-3",
+        "--a.d",
+        "true",
+        "--a.e",
+        "some text",
+        "--a.f",
+        '"7"',
+        "--a.g",
+        "[1, 2]",
+    ]
+    assert parse_overrides(words) == {
+        "a.b": 2,
+        "a.c": 1e-3,
+        "a.d": True,
+        "a.e": "some text",
+        "a.f": "7",
+        "a.g": [1, 2],
+    }
+
+
+def test_the_saved_config_gives_back_the_same_config(tmp_path: Path) -> None:
+    overrides = {
+        "engine.env.A": 'say "hi"\n\\',
+        "engine.prefill_lengths": [4, 8],
+        "trainer.memory_fraction": 0.5,
+    }
+    config = load(ADDITION, overrides)
+    save(config, tmp_path / "config.toml")
+    assert load(tmp_path / "config.toml") == config
+    assert config.engine.env["A"] == 'say "hi"\n\\' and config.engine.prefill_lengths == (4, 8)
+
+
+def test_the_writer_quotes_what_toml_needs_quoted() -> None:
+    data = {"a b": {"x.y": "é\x7f\t", "n": -1, "f": 1e30, "l": [True, "z"], "none": None}, "empty": {}}
+    import tomllib
+
+    expected = {"a b": {"x.y": "é\x7f\t", "n": -1, "f": 1e30, "l": [True, "z"]}, "empty": {}}
+    assert tomllib.loads(toml.dumps(data)) == expected
+
+
+def test_dry_run_prints_the_resolved_config_and_makes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", ADDITION, "--dry-run", "--loop.staleness_bound", "4"]) == 0
+    text = capsys.readouterr().out
+    (tmp_path / "again.toml").write_text(text)
+    assert load(tmp_path / "again.toml").loop.staleness_bound == 4
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["again.toml"]
+
+
+def all_run_files() -> list[Path]:
+    return sorted((ROOT / "experiments").rglob("run*.toml"))
+
+
+@pytest.mark.parametrize("path", all_run_files(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_config_in_the_repository_loads(path: Path) -> None:
+    config = load(path)
+    assert isinstance(config, RunConfig)
+    assert render(config)
+
+
+def test_the_rooms_accept_what_the_config_makes() -> None:
+    config = load(ADDITION, {"engine.processes": 2, "engine.devices": 1})
+    assert to_engine(config).slots == config.engine.slots
+    assert to_decoder(config).num_layers == config.model.num_layers
+    assert to_publisher(config).chunk_bytes == config.sync.tcp.chunk_bytes
+    assert (to_subscriber(config, 1, 1).engine, to_subscriber(config, 1, 1).size) == ("engine-1", 2)
+
+
+@pytest.mark.invariant(52)
+@pytest.mark.invariant(66)
+def test_the_command_line_and_the_config_load_no_jax() -> None:
+    program = (
+        "import sys; from jaxrl_sync.cli import main\n"
+        f"assert main(['run', {ADDITION!r}, '--dry-run']) == 0\n"
+        "import jaxrl_sync.launch.supervisor, jaxrl_sync.launch.commands, jaxrl_sync.launch.roles\n"
+        "assert 'jax' not in sys.modules, 'jax was imported'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,43 @@
+"""Run directories: fresh names, refusal of a used one, one supervisor at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jaxrl_sync.launch.run import forget_attempt
+from jaxrl_sync.launch.rundir import RunDirError, create, locked
+
+
+def test_two_runs_of_one_second_get_two_directories(tmp_path: Path) -> None:
+    first, second = create(str(tmp_path / "runs"), "addition"), create(str(tmp_path / "runs"), "addition")
+    assert first != second
+    assert first.is_dir() and second.is_dir() and first.name.startswith("addition-20")
+
+
+def test_a_used_directory_needs_resume(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(RunDirError, match="is not empty; add --resume"):
+        create("runs", "x", str(tmp_path))
+    assert create("runs", "x", str(tmp_path), resume=True) == tmp_path
+
+
+def test_resume_needs_a_directory_that_is_there(tmp_path: Path) -> None:
+    with pytest.raises(RunDirError, match="does not exist"):
+        create("runs", "x", str(tmp_path / "none"), resume=True)
+
+
+def test_a_directory_has_one_supervisor(tmp_path: Path) -> None:
+    with locked(tmp_path), pytest.raises(RunDirError, match="in use by another"), locked(tmp_path):
+        raise AssertionError("two supervisors hold one run directory")
+    with locked(tmp_path):
+        assert (tmp_path / ".lock").exists()
+
+
+def test_an_earlier_attempt_leaves_its_history_but_not_its_addresses(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    for name in ("token", "progress.json", "summary.json", "metrics.jsonl", "proc/hub.json"):
+        (tmp_path / name).write_text("{}")
+    forget_attempt(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl"]

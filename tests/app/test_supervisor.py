@@ -1,0 +1,198 @@
+"""The supervisor with real processes: deaths, restarts, deadlines, signals; that nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxrl_sync.launch import sweep
+from jaxrl_sync.launch.environment import RUN_MARK
+from jaxrl_sync.launch.supervisor import Outcome, Supervisor
+from jaxrl_sync.launch.worker import Worker, WorkerSpec
+from tests.app.children import WAIT, Notes, run_of, settings, worker
+
+DONE = "announce()\nprogress(1)\ntime.sleep(0.3)\nsys.exit(0)\n"
+
+
+def supervise(run_dir: Path, specs: list[WorkerSpec], shm_prefix: str = "", **changes: object) -> Outcome:
+    outcome = Supervisor(settings(**changes), run_dir, specs, Notes(), shm_prefix).run()
+    assert sweep.marked_pids(RUN_MARK, str(run_dir)) == []
+    return outcome
+
+
+def events(run_dir: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+
+
+def test_a_run_ends_well_when_the_orchestrator_is_done(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    assert supervise(tmp_path, run_of(tmp_path, orchestrator=DONE)) == Outcome(0)
+    assert time.monotonic() - begin < 6
+    assert [e["process"] for e in events(tmp_path) if e["event"] == "start"] == [
+        "hub",
+        "trainer-0",
+        "engine-0",
+        "orchestrator",
+    ]
+
+
+def test_trainer_death_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    trainer = "announce()\ntime.sleep(0.5)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    outcome = supervise(tmp_path, run_of(tmp_path, trainer=trainer))
+    assert outcome.code == 4
+    assert outcome.cause.startswith("trainer-0 was killed by SIGKILL; its log is ")
+
+
+def test_the_cause_is_the_one_that_died_first_not_the_orchestrator_that_noticed(tmp_path: Path) -> None:
+    trainer = "announce()\ntime.sleep(0.6)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    notices = "announce()\ntime.sleep(0.5)\nprint('jaxrl-sync: error: no answer', flush=True)\nsys.exit(4)\n"
+    outcome = supervise(tmp_path, run_of(tmp_path, trainer=trainer, orchestrator=notices))
+    assert (outcome.code, outcome.cause.split(" was ")[0]) == (4, "trainer-0")
+
+
+def test_orchestrator_failure_passes_on_its_code_and_line(tmp_path: Path) -> None:
+    fails = (
+        "announce()\nprint('Traceback')\nprint('jaxrl-sync: error: task addition raised: 7')\nsys.exit(1)\n"
+    )
+    outcome = supervise(tmp_path, run_of(tmp_path, orchestrator=fails))
+    assert outcome == Outcome(1, "orchestrator: task addition raised: 7")
+
+
+def test_orchestrator_killed_ends_the_run(tmp_path: Path) -> None:
+    dies = "announce()\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    outcome = supervise(tmp_path, run_of(tmp_path, orchestrator=dies))
+    assert outcome.code == 4
+    assert "orchestrator was killed by SIGKILL" in outcome.cause
+
+
+def test_engine_is_restarted_and_the_run_goes_on(tmp_path: Path) -> None:
+    engine = "announce()\nif starts() < 3:\n    os.kill(os.getpid(), signal.SIGKILL)\nstop.wait()\n"
+    ends = "announce()\nwhile not (run / 'engine-0.starts').exists() or "
+    ends += "(run / 'engine-0.starts').read_text() != '3':\n    time.sleep(0.05)\n"
+    assert supervise(tmp_path, run_of(tmp_path, engine=engine, orchestrator=ends)) == Outcome(0)
+    restarts = [e["detail"] for e in events(tmp_path) if e["event"] == "restart"]
+    assert len(restarts) == 2
+    assert str(restarts[1]).endswith("restarted (2 of 3)")
+
+
+def test_engine_that_keeps_dying_ends_the_run(tmp_path: Path) -> None:
+    outcome = supervise(tmp_path, run_of(tmp_path, engine="starts()\nsys.exit(9)\n"), engine_restarts=2)
+    assert outcome.code == 4
+    assert "engine-0 exited with code 9" in outcome.cause and "(after 2 restarts)" in outcome.cause
+    assert (tmp_path / "engine-0.starts").read_text() == "3"
+
+
+def test_engine_with_a_bad_config_is_not_restarted(tmp_path: Path) -> None:
+    engine = "starts()\nprint('jaxrl-sync: error: engine.slots: expected >= 1', flush=True)\nsys.exit(2)\n"
+    outcome = supervise(tmp_path, run_of(tmp_path, engine=engine))
+    assert outcome == Outcome(2, "engine-0: engine.slots: expected >= 1")
+    assert (tmp_path / "engine-0.starts").read_text() == "1"
+
+
+def test_hub_is_restarted_on_its_port(tmp_path: Path) -> None:
+    hub = "open(run / 'hub.argv', 'a').write(' '.join(sys.argv[1:]) + '\\n')\n"
+    hub += "announce(url='http://127.0.0.1:4711')\n"
+    hub += "if starts() < 2:\n    time.sleep(0.5)\n    os.kill(os.getpid(), signal.SIGKILL)\nstop.wait()\n"
+    ends = "announce()\nwhile (run / 'hub.starts').read_text() != '2':\n    time.sleep(0.05)\n"
+    assert supervise(tmp_path, run_of(tmp_path, hub=hub, orchestrator=ends)) == Outcome(0)
+    assert (tmp_path / "hub.argv").read_text().splitlines() == ["", "--port 4711"]
+
+
+def test_a_worker_of_two_ranks_dies_as_one_unit_and_gets_a_new_coordinator(tmp_path: Path) -> None:
+    tells = "open(run / f'{name}.argv', 'a').write(' '.join(sys.argv[1:]) + '\\n')\nannounce()\n"
+    rank0 = tells + "starts()\nstop.wait()\n"
+    rank1 = (
+        tells
+        + "if starts() < 2:\n    time.sleep(0.3)\n    os.kill(os.getpid(), signal.SIGKILL)\nstop.wait()\n"
+    )
+    ends = "announce()\nfile = run / 'engine-0.starts'\n"
+    ends += "while not file.exists() or file.read_text() != '2':\n    time.sleep(0.05)\n"
+    specs = run_of(tmp_path, orchestrator=ends)
+    specs[2] = worker("engine", tmp_path, rank0, rank1, name="engine-0")
+    assert supervise(tmp_path, specs) == Outcome(0)
+    first, second = (tmp_path / "engine-0.argv").read_text().split("\n")[:2]
+    assert first.startswith("--coordinator 127.0.0.1:") and second.startswith("--coordinator 127.0.0.1:")
+    assert (tmp_path / "engine-0.argv").read_text() == (tmp_path / "engine-0.1.argv").read_text()
+    assert "engine-0.1 was killed by SIGKILL" in str(
+        next(e["detail"] for e in events(tmp_path) if e["event"] == "restart")
+    )
+
+
+def test_a_stopped_trainer_is_found_and_named(tmp_path: Path) -> None:
+    trainer = "announce()\nos.kill(os.getpid(), signal.SIGSTOP)\n"
+    outcome = supervise(tmp_path, run_of(tmp_path, trainer=trainer))
+    assert outcome.code == 4
+    assert "trainer-0" in outcome.cause
+    assert ("stopped", "trainer-0") in [(e["event"], e["process"]) for e in events(tmp_path)]
+
+
+def test_no_progress_ends_the_run_with_step_and_phase(tmp_path: Path) -> None:
+    hangs = "announce()\nprogress(7, 'waiting for engine-0')\nstop.wait()\n"
+    outcome = supervise(tmp_path, run_of(tmp_path, orchestrator=hangs), stuck_timeout_s=1.0)
+    assert outcome.code == 4
+    assert "at step 7, phase waiting for engine-0" in outcome.cause
+
+
+def test_a_process_that_never_comes_up_is_named(tmp_path: Path) -> None:
+    outcome = supervise(tmp_path, run_of(tmp_path, engine="stop.wait()\n"), start_timeout_s=1.5)
+    assert outcome.code == 4
+    assert outcome.cause.startswith("engine-0 did not come up within 1.5 s")
+
+
+def test_a_hub_that_fails_at_once_ends_the_run_before_the_others_start(tmp_path: Path) -> None:
+    hub = "print('jaxrl-sync: error: port 80 is in use', flush=True)\nsys.exit(3)\n"
+    assert supervise(tmp_path, run_of(tmp_path, hub=hub)) == Outcome(3, "hub: port 80 is in use")
+    assert not (tmp_path / "logs" / "trainer-0.log").exists()
+
+
+def test_interrupt_drains_the_orchestrator_first(tmp_path: Path) -> None:
+    note = "announce()\nprogress(1)\nstop.wait()\nopen(run / 'order', 'a').write(name + '\\n')\n"
+    threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    outcome = supervise(tmp_path, run_of(tmp_path, note, note, note, note))
+    assert outcome == Outcome(130, "interrupted")
+    order = (tmp_path / "order").read_text().split()
+    assert (order[0], order[-1], sorted(order[1:3])) == ("orchestrator", "hub", ["engine-0", "trainer-0"])
+
+
+def test_what_ignores_sigterm_is_killed_after_the_grace_time(tmp_path: Path) -> None:
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nannounce()\ntime.sleep(600)\n"
+    begin = time.monotonic()
+    assert supervise(tmp_path, run_of(tmp_path, engine=deaf, orchestrator=DONE), grace_s=1.0).code == 0
+    assert time.monotonic() - begin < 8
+    assert ("kill", "engine-0") in [(e["event"], e["process"]) for e in events(tmp_path)]
+
+
+def test_grandchildren_and_shared_memory_are_swept(tmp_path: Path) -> None:
+    prefix = f"jaxrl_sync-test{os.getpid()}-"
+    engine = "import subprocess\n"
+    engine += (
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+    )
+    engine += f"open('/dev/shm/{prefix}slot', 'wb').write(b'x')\n" + WAIT
+    assert supervise(tmp_path, run_of(tmp_path, engine=engine, orchestrator=DONE), prefix) == Outcome(0)
+    assert list(Path("/dev/shm").glob(f"{prefix}*")) == []
+    assert "removed" in (tmp_path / "logs" / "guard.log").read_text()
+
+
+def test_a_recycled_pid_is_not_killed(tmp_path: Path) -> None:
+    """Only the mark decides: a process without it survives a sweep of the run."""
+    bystander = Worker(worker("engine", tmp_path / "other", WAIT, name="bystander"), tmp_path / "other")
+    (tmp_path / "other").mkdir()
+    bystander.start()
+    try:
+        assert sweep.kill_marked(RUN_MARK, str(tmp_path), deadline_s=1.0) == []
+        assert bystander.first_exit() is None
+    finally:
+        bystander.kill()
+
+
+@pytest.mark.parametrize("code", [1, 2, 3, 4])
+def test_documented_exit_codes_of_the_orchestrator_are_passed_on(tmp_path: Path, code: int) -> None:
+    fails = f"announce()\nprint('jaxrl-sync: error: because')\nsys.exit({code})\n"
+    assert supervise(tmp_path, run_of(tmp_path, orchestrator=fails)) == Outcome(code, "orchestrator: because")
