@@ -133,7 +133,8 @@ class TemplateFormat:
             command = [sys.executable, "-m", "jaxrl_sync.inference.chat_worker"]
             self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             hello = json.dumps({"template": self._source}).encode() + b"\n"
-            reply = self._exchange(self._child, hello, START_DEADLINE_S)
+            self._exchange(self._child, b"{}\n", START_DEADLINE_S)
+            reply = self._exchange(self._child, hello, self._deadline_s)
             if "error" in reply:
                 self._kill()
                 raise ChatError(f"chat template does not compile: {reply['error']}")

@@ -1,8 +1,8 @@
 """The child process that renders a checkpoint's chat template; ``chat.TemplateFormat`` starts it.
 
-One JSON object per line. First in: ``{"template": source}``, answered by ``{}``; then ``{"variables":
-{...}}``, answered by ``{"text": prompt}``; a failure is answered by ``{"error": message}``. It ends at the
-end of its input.
+One JSON object per line. ``{}`` is answered by ``{}`` (it runs); ``{"template": source}`` by ``{}`` (it
+compiles); then ``{"variables": {...}}`` by ``{"text": prompt}``; a failure by ``{"error": message}``. It ends
+at the end of its input.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def main() -> int:
     for line in sys.stdin.buffer:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, MAX_RENDER_S)  # SIGALRM's default action ends the process
+        reply: dict[str, str] = {}
         try:
             if "template" in request:
                 template = compile_template(request["template"])
-                reply: dict[str, str] = {}
-            else:
+            elif "variables" in request:
                 reply = _render(template, request["variables"], MAX_PROMPT_BYTES)
         except _TemplateError as error:
             reply = {"error": str(error)[:2000]}
