@@ -54,7 +54,7 @@ class Request:
     request_id: str
     prompt: tuple[int, ...]
     n: int = 1
-    sampling: Sampling = Sampling()
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
     version: Version | None = None
     timeout_s: float | None = None
 
