@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxrl_sync.batch.frame import BatchFrame, FrameError, FrameLimits, decode_batch
+from jaxrl_sync.batch.frame import PREFIX_BYTES, BatchFrame, FrameError, FrameLimits, decode_batch
 from jaxrl_sync.transfer import auth, wire
 from jaxrl_sync.transfer.errors import (
     AuthError,
@@ -47,7 +47,7 @@ class ConnectionConfig:
     ``heartbeat_s``: between the trainer's signs of life. ``silence_s``: without one for this long the
     connection counts as lost. ``transfer_s``: longest time one frame may take on the wire. ``reconnect_s``:
     longest time without a connection before ``PeerLost``. ``handshake_s``: for dialling and the handshake.
-    ``retry_s``: between two attempts.
+    ``retry_s``: between two attempts. ``breaks``: how often a connection may break on one step.
     """
 
     heartbeat_s: float = 2.0
@@ -56,6 +56,7 @@ class ConnectionConfig:
     reconnect_s: float = 20.0
     handshake_s: float = 10.0
     retry_s: float = 0.1
+    breaks: int = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -149,6 +150,7 @@ class BatchSender:
         ``BatchRefused``.
         """
         deadline = time.monotonic() + timeout_s
+        breaks = 0
         while True:
             state = self.connect()
             if not step - 1 <= state.number:
@@ -160,7 +162,8 @@ class BatchSender:
                 return self._exchange(step, frame, deadline)
             except PeerLost as e:
                 self._drop()
-                if self._closed.is_set() or time.monotonic() >= deadline:
+                breaks += 1
+                if self._closed.is_set() or time.monotonic() >= deadline or breaks > self._config.breaks:
                     raise
                 self.resends += 1
                 if self._closed.wait(self._config.retry_s):
@@ -395,7 +398,12 @@ class BatchReceiver:
         return {"lineage": state.lineage, "number": state.number, "cursor": dict(state.cursor)}
 
     def _take(self, connection: wire.Connection) -> None:
-        message, payload = connection.recv(self._config.transfer_s, self._limits.payload_bytes)
+        limit = PREFIX_BYTES + self._limits.header_bytes + self._limits.payload_bytes
+        try:
+            message, payload = connection.recv(self._config.transfer_s, limit)
+        except ProtocolError as e:
+            self._say(connection, {"kind": "refused", "message": str(e)})
+            raise
         if message.get("kind") != "batch":
             raise ProtocolError(f"{connection.peer} sent a {message.get('kind')!r}, expected a batch")
         try:

@@ -76,7 +76,9 @@ def test_any_arrays_come_back_bit_for_bit(
 
 def test_a_batch_comes_back_with_its_header_and_aligned_views() -> None:
     batch = pack([make_sample(5, i) for i in range(6)], PackConfig(1, 2, 16))
-    header = BatchHeader(7, 0, batch.micro_batches, 2, 16, batch.num_valid_tokens, True, True, {"position": 6})
+    header = BatchHeader(
+        7, 0, batch.micro_batches, 2, 16, batch.num_valid_tokens, True, True, {"position": 6}
+    )
     data = encode_batch(header, batch.for_rank(0))
     frame = decode_batch(data)
     assert frame.header == header
@@ -89,7 +91,9 @@ def test_a_batch_comes_back_with_its_header_and_aligned_views() -> None:
 def test_named_extras_travel_beside_the_fields() -> None:
     batch = pack([make_sample(5, i) for i in range(6)], PackConfig(1, 2, 16))
     header = BatchHeader(7, 0, batch.micro_batches, 2, 16, batch.num_valid_tokens)
-    routes = np.arange(batch.micro_batches * 2 * 16 * 4, dtype=np.uint8).reshape(batch.micro_batches, 2, 16, 4)
+    routes = np.arange(batch.micro_batches * 2 * 16 * 4, dtype=np.uint8).reshape(
+        batch.micro_batches, 2, 16, 4
+    )
     frame = decode_batch(encode_batch(header, {**batch.for_rank(0), "routes": routes}))
     assert np.array_equal(frame.fields["routes"], routes)
     with pytest.raises(FrameError, match="field 'routes' has shape"):
@@ -148,7 +152,9 @@ def test_a_hostile_header_with_a_right_digest_is_refused(header: Any, payload: b
         st.fixed_dictionaries(
             {
                 "dtype": st.sampled_from(["int32", "float32", "bool", "object", "O", "<i4", "V8", 3]),
-                "shape": st.lists(st.integers(-2, 2**40) | st.booleans() | st.just(0) | st.none(), max_size=4),
+                "shape": st.lists(
+                    st.integers(-2, 2**40) | st.booleans() | st.just(0) | st.none(), max_size=4
+                ),
             }
         ),
     ),
