@@ -1,10 +1,58 @@
-"""Eight virtual CPU devices for every test process, set before jax is imported anywhere."""
+"""Eight virtual CPU devices for every test process, and which of the long sizes run.
+
+Tests marked ``full`` are the long sizes. A plain run takes a share of them, chosen by a seed (the commit), so
+that over time CI sees them all; ``--all-full`` takes them all, ``--verification FILE`` writes what ran.
+"""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
+
+import pytest
+
+from tests import verification
 
 _FLAG = "--xla_force_host_platform_device_count=8"
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+FULL_SHARE = 0.15
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--all-full`` and ``--verification``."""
+    parser.addoption("--all-full", action="store_true", help="run every test marked full, not a seeded share")
+    parser.addoption("--verification", metavar="FILE", help="write what ran of the full tests into FILE")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Record results where ``--verification`` asks for it."""
+    path = config.getoption("--verification")
+    if path:
+        config.pluginmanager.register(verification.Recorder(Path(path), test_seed()), "verification")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the long sizes that the seed does not choose; skip GPU tests where there is no GPU."""
+    chosen, left_out = [], []
+    for item in items:
+        full = item.get_closest_marker("full") is not None and not config.getoption("--all-full")
+        keep = not full or verification.is_chosen(test_seed(), item.nodeid, FULL_SHARE)
+        (chosen if keep else left_out).append(item)
+        if item.get_closest_marker("gpu") is not None and not Path("/dev/nvidia0").exists():
+            item.add_marker(pytest.mark.skip(reason="needs one GPU: /dev/nvidia0 does not exist"))
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = chosen
+
+
+def pytest_report_header() -> str:
+    """The seed that chose the share of long sizes."""
+    return f"seed of the share of long sizes: {test_seed()} (JAXRL_SYNC_TEST_SEED)"
+
+
+def test_seed() -> str:
+    """What chooses the share; ``./dev test`` sets it to the commit."""
+    return os.environ.get("JAXRL_SYNC_TEST_SEED", "0")

@@ -1,0 +1,94 @@
+"""Facts about the repository itself: its links, its checkers, its record of long sizes, its documents."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import verification
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = ("sharding", "transfer", "inference")
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_links_lead_to_the_rooms_on_top(room: str) -> None:
+    link = ROOT / "jaxrl_sync" / room
+    assert link.is_symlink() and link.readlink() == Path("..") / room
+    found = importlib.util.find_spec(f"jaxrl_sync.{room}")
+    assert found is not None and found.origin is not None
+    assert Path(found.origin).resolve().parent == ROOT / room
+
+
+def test_every_test_marked_full_has_a_row_of_its_last_run() -> None:
+    rows = verification.parse((ROOT / "docs" / "verification.md").read_text(encoding="utf8"))
+    missing = [t for t in verification.full_tests(ROOT / "tests", ROOT) if t not in rows]
+    assert missing == [], "run ./dev test --full; docs/verification.md has no row for these"
+
+
+def test_the_seeded_share_is_fair_and_repeatable() -> None:
+    names = [f"tests/x/test_y.py::test_z[{i}]" for i in range(2000)]
+    first = [n for n in names if verification.is_chosen("seed a", n, 0.15)]
+    assert first == [n for n in names if verification.is_chosen("seed a", n, 0.15)]
+    assert 200 < len(first) < 400
+    assert first != [n for n in names if verification.is_chosen("seed b", n, 0.15)]
+
+
+def test_the_page_of_long_sizes_survives_a_round_trip() -> None:
+    row = verification.Row("tests/x/test_y.py::test_z", 12, 3.5, "0123abcd", "seed")
+    assert verification.parse(verification.render([row])) == {row.test: row}
+
+
+def test_full_marks_are_found_in_decorators_and_parameters(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").write_text(
+        "@pytest.mark.full\ndef test_one(): ...\n"
+        "@pytest.mark.parametrize('n', [1, pytest.param(2, marks=pytest.mark.full)])\ndef test_two(n): ...\n"
+        "@pytest.mark.slow\ndef test_three(): ...\n"
+    )
+    assert verification.full_tests(tmp_path, tmp_path) == ["test_a.py::test_one", "test_a.py::test_two"]
+
+
+def documents() -> list[Path]:
+    tracked = subprocess.run(
+        ["git", "ls-files", "--cached", "*.md"], cwd=ROOT, capture_output=True, text=True, timeout=30
+    )
+    return [ROOT / name for name in tracked.stdout.split() if (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_between_documents_resolve(path: Path) -> None:
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf8"), flags=re.DOTALL)
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    local = [t.partition("#")[0] for t in targets if "://" not in t and not t.startswith(("#", "mailto:"))]
+    assert [t for t in local if not (path.parent / t).exists()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("checker", ["mypy", "pyright"])
+def test_the_checkers_see_the_linked_rooms(checker: str, room: str, tmp_path: Path) -> None:
+    """A wrong line seeded in a linked room is reported: both checkers can be green and blind to links."""
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    shutil.copy(ROOT / "pyproject.toml", tree)
+    (tree / "tests").mkdir()
+    (tree / "tests" / "empty.py").write_text("")
+    (tree / "jaxrl_sync").mkdir()
+    (tree / "jaxrl_sync" / "__init__.py").write_text("")
+    for name in ROOMS:
+        (tree / name).mkdir()
+        (tree / name / "__init__.py").write_text("")
+        (tree / "jaxrl_sync" / name).symlink_to(Path("..") / name)
+    command = [str(Path(sys.executable).parent / checker)]
+    clean = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=120)
+    (tree / room / "wrong.py").write_text('x: int = "seeded"\n')
+    seeded = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=120)
+    assert clean.returncode == 0, clean.stdout
+    assert seeded.returncode != 0
+    assert re.search(rf"{room}/wrong\.py", seeded.stdout)
