@@ -30,7 +30,7 @@ RULES: dict[str, MeshAxes] = {
 
 
 def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
-    """A mesh dp x fsdp x tp over ``devices`` (default: all of the world), processes in order along dp, fsdp."""
+    """A mesh dp x fsdp x tp over ``devices`` (default: all of the world), processes in order along dp."""
     devices = jax.devices() if devices is None else devices
     if len(devices) != config.num_devices:
         raise TrainerConfigError(
@@ -46,12 +46,15 @@ def spec(axes: tuple[str, ...], rules: dict[str, MeshAxes] = RULES) -> Partition
     owner: dict[str, str] = {}
     for axis in axes:
         if axis not in rules:
-            raise TrainerConfigError(f"logical axis {axis!r} is not in the table, expected one of {sorted(rules)}")
+            raise TrainerConfigError(
+                f"logical axis {axis!r} is not in the table, expected one of {sorted(rules)}"
+            )
         mesh_axes = rules[axis]
         for mesh_axis in (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ():
             if mesh_axis in owner:
                 raise TrainerConfigError(
-                    f"logical axes {owner[mesh_axis]!r} and {axis!r} of {axes} both land on mesh axis {mesh_axis!r}"
+                    f"logical axes {owner[mesh_axis]!r} and {axis!r} of {axes} both land on "
+                    f"mesh axis {mesh_axis!r}"
                 )
             owner[mesh_axis] = axis
     return PartitionSpec(*(rules[a] for a in axes))
@@ -95,4 +98,5 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def constrain(x: jax.Array, axes: tuple[str, ...], mesh: Mesh, gathered: tuple[str, ...] = ()) -> jax.Array:
     """Fix the sharding of an intermediate; logical axes in ``gathered`` are made whole on every device."""
     rules = {**RULES, **dict.fromkeys(gathered, None)}
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(axes, rules)))
+    fixed: jax.Array = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(axes, rules)))
+    return fixed

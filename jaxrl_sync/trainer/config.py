@@ -61,11 +61,13 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if self.learning_rate < 0 or self.max_grad_norm <= 0:
             raise TrainerConfigError(
-                f"learning_rate={self.learning_rate}, max_grad_norm={self.max_grad_norm}: expected >= 0 and > 0"
+                f"learning_rate={self.learning_rate}, max_grad_norm={self.max_grad_norm}: "
+                "expected >= 0 and > 0"
             )
         if self.schedule == "cosine" and self.total_steps <= self.warmup_steps:
             raise TrainerConfigError(
-                f"total_steps={self.total_steps} must exceed warmup_steps={self.warmup_steps} for a cosine schedule"
+                f"total_steps={self.total_steps}: expected more than warmup_steps={self.warmup_steps} "
+                "for a cosine schedule"
             )
 
 
@@ -74,9 +76,10 @@ class TrainerConfig:
     """Mesh, numerics and the fixed shape of a micro-batch.
 
     ``rows`` counts the packed rows of one micro-batch over *all* data ranks, ``seq_len`` their tokens: the
-    token budget of a micro-batch is ``rows * seq_len``. ``logprob_chunk`` tokens of every row get their logits
-    at once. ``gather`` says when FSDP shards are gathered: all before the layer loop, or each in its layer. ``scan_unroll`` layers form one turn of
-    that loop (on CPU a loop's backward pass costs up to twice that of the unrolled layers).
+    token budget of a micro-batch is ``rows * seq_len``. ``logprob_chunk`` tokens of every row get their
+    logits at once. ``gather`` says when FSDP shards are gathered: all before the layer loop, or each in its
+    layer. ``scan_unroll`` layers form one turn of that loop (on CPU a loop's backward pass costs up to twice
+    that of the unrolled layers).
     """
 
     mesh: MeshConfig = MeshConfig()
@@ -98,7 +101,8 @@ class TrainerConfig:
             )
         if self.seq_len < 2 or self.seq_len % min(self.logprob_chunk, self.seq_len):
             raise TrainerConfigError(
-                f"seq_len={self.seq_len}: expected at least 2 and a multiple of logprob_chunk={self.logprob_chunk}"
+                f"seq_len={self.seq_len}: expected at least 2 and a multiple of "
+                f"logprob_chunk={self.logprob_chunk}"
             )
         if self.temperature < 0:
             raise TrainerConfigError(f"temperature={self.temperature}: expected 0 (greedy) or more")
@@ -111,8 +115,8 @@ class LossConfig:
     ``anchor`` names the log-probs in the denominator of the clipped ratio. ``correction`` is explicit:
     ``none`` (on-policy only), ``clip`` (PPO/GRPO clip of the ratio), or an importance weight from the rollout
     policy: ``tis_token``, ``tis_sequence`` (truncated at ``is_cap``), ``masked_is`` (kept inside
-    ``is_low..is_high``), ``decoupled`` (the whole weight, capped at ``is_cap`` if given). With
-    anchor ``rollout`` the weight stands before a plain REINFORCE term, with anchor ``proximal`` before the clip.
+    ``is_low..is_high``), ``decoupled`` (the whole weight, capped at ``is_cap`` if given). With anchor
+    ``rollout`` the weight stands before a plain REINFORCE term, with anchor ``proximal`` before the clip.
     """
 
     anchor: Anchor = "rollout"
@@ -131,7 +135,9 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         if self.correction in ("tis_token", "tis_sequence") and self.is_cap is None:
-            raise TrainerConfigError(f"loss.is_cap=None: expected a number for correction={self.correction!r}")
+            raise TrainerConfigError(
+                f"loss.is_cap=None: expected a number for correction={self.correction!r}"
+            )
         if self.correction == "decoupled" and self.anchor != "proximal":
             raise TrainerConfigError(
                 f"loss.anchor={self.anchor!r}: expected 'proximal' for correction='decoupled'"
@@ -164,5 +170,5 @@ def validate_loss(bound: int, loss: LossConfig) -> None:
     if loss.correction == "clip" and loss.anchor == "proximal":
         raise TrainerConfigError(
             f"loop.staleness_bound={bound} with loss.correction='clip' and loss.anchor='proximal' leaves the "
-            "staleness uncorrected; expected anchor 'rollout', or one of tis_token, tis_sequence, masked_is, decoupled"
+            "staleness uncorrected; expected anchor 'rollout', or tis_token, tis_sequence, masked_is, decoupled"
         )

@@ -73,7 +73,7 @@ def policy_logprobs(
     positions_BS: jax.Array,
     segments_BS: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probs and entropies, float32 ``[B, S]``, of packed rows under ``params``, in the wire convention."""
+    """Log-probs and entropies, float32 ``[B, S]``, of packed rows, in the convention of the wire."""
     compute = compute_params(params, config, mesh)
     hidden = hidden_states(compute, cfg, config, mesh, tokens_BS, positions_BS, segments_BS)
     before = jnp.roll(hidden, 1, axis=1)  # the state that predicts token t is the one at t - 1

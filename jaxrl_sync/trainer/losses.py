@@ -1,8 +1,8 @@
 """Policy-gradient losses as sums over tokens, and the metrics that go with them, also as sums.
 
-With sg the stop-gradient, mu the rollout policy, A the advantage and N the number of valid tokens of the whole
-batch, every loss here is ``-(1/N) sum(w * objective)``; this module returns the sum, the caller divides once
-by N. So the result depends neither on the split into micro-batches, nor on packing, nor on ranks.
+With sg the stop-gradient, mu the rollout policy, A the advantage and N the number of valid tokens of the
+whole batch, every loss here is ``-(1/N) sum(w * objective)``; this module returns the sum, the caller divides
+once by N. So the result depends neither on the split into micro-batches, nor on packing, nor on ranks.
 
     clip          r = pi / pi_anchor;  min(r A, clip(r, 1-lo, 1+hi) A); dual clip for A < 0: max(., c A)
                   (PPO, arXiv 1707.06347; asymmetric clip, arXiv 2503.14476; dual clip, arXiv 1912.09729)
@@ -112,11 +112,13 @@ def clipped_objective(
     return objective, below, above
 
 
-def policy_loss(loss: LossConfig, logp: jax.Array, entropy: jax.Array, batch: Batch) -> tuple[jax.Array, Sums]:
+def policy_loss(
+    loss: LossConfig, logp: jax.Array, entropy: jax.Array, batch: Batch
+) -> tuple[jax.Array, Sums]:
     """Loss sum (divide by the global N) and metric sums of one micro-batch.
 
-    ``logp`` and ``entropy``: float32 ``[B, S]`` of the live policy. ``batch``: ``loss_mask`` bool, ``segments``
-    int32, ``advantages``, ``rollout_logprobs`` and, where the loss asks, ``proximal_logprobs`` and
+    ``logp`` and ``entropy``: float32 ``[B, S]`` of the live policy. ``batch``: ``loss_mask`` bool,
+    ``segments`` int32, ``advantages``, ``rollout_logprobs`` and, where the loss asks, ``proximal_logprobs`` and
     ``reference_logprobs``, float32. Tokens outside the mask count nowhere and get no gradient.
     """
     mask, advantages, mu = batch["loss_mask"], batch["advantages"], batch["rollout_logprobs"]

@@ -209,7 +209,7 @@ def hidden_states(
     rope = rope_tables(positions_BS, cfg.head_dim, cfg.rope_theta)
     mask_BST = attention_mask(segments_BS)
     graph, stacked = nnx.split(model.layers)
-    stacked = nnx.to_pure_dict(stacked)
+    weights_L: Tree = nnx.to_pure_dict(stacked)
 
     def layer(x_BSD: jax.Array, weights: Tree) -> tuple[jax.Array, None]:
         if config.gather == "layer":
@@ -219,7 +219,7 @@ def hidden_states(
 
     body = jax.checkpoint(layer) if config.remat else layer
     x_BSD = constrain(model.embed(tokens_BS), ("batch", "seq", "features"), mesh)
-    x_BSD, _ = jax.lax.scan(body, x_BSD, stacked, unroll=config.scan_unroll)
+    x_BSD, _ = jax.lax.scan(body, x_BSD, weights_L, unroll=config.scan_unroll)
     hidden: jax.Array = model.final_norm(x_BSD)
     return hidden
 

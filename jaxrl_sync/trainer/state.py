@@ -28,12 +28,14 @@ class TrainState:
     rng: jax.Array
 
 
-def shardings(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> TrainState:
+def shardings(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> Any:
     """A ``TrainState`` with a ``NamedSharding`` in place of every array."""
     params = param_shardings(model, mesh)
     scalar = replicated(mesh)
     optimizer = make_optimizer(config.optimizer)
-    return TrainState(params, state_shardings(optimizer, trainer_shapes(model), params, scalar), scalar, scalar)
+    return TrainState(
+        params, state_shardings(optimizer, trainer_shapes(model), params, scalar), scalar, scalar
+    )
 
 
 def _create(model: DecoderConfig, config: TrainerConfig, seed: jax.Array) -> TrainState:
@@ -51,10 +53,18 @@ def create(model: DecoderConfig, config: TrainerConfig, mesh: Mesh, seed: int) -
     return state
 
 
+def fresh_moments(model: DecoderConfig, config: TrainerConfig, mesh: Mesh, params: Tree) -> Any:
+    """Optimizer state of ``config.optimizer`` before its first update, on the mesh."""
+    where = shardings(model, config, mesh).opt_state
+    return jax.jit(make_optimizer(config.optimizer).init, out_shardings=where)(params)
+
+
 def abstract(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> TrainState:
     """The state as ``jax.ShapeDtypeStruct`` leaves with shardings: what a checkpoint is restored into."""
     shapes = jax.eval_shape(lambda s: _create(model, config, s), jax.ShapeDtypeStruct((), jnp.uint32))
     state: TrainState = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings(model, config, mesh)
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        shapes,
+        shardings(model, config, mesh),
     )
     return state

@@ -1,7 +1,7 @@
 """One optimizer update as two compiled functions of fixed shapes: accumulate micro-batches, then apply.
 
-``accumulate`` adds a micro-batch's gradient *sum* and metric sums to an accumulator that it is given and gives
-back (donated); ``apply`` divides by the global token count once, updates the state in place (donated) and
+``accumulate`` adds a micro-batch's gradient *sum* and metric sums to an accumulator that it is given and
+gives back (donated); ``apply`` divides by the global token count once, updates the state in place (donated) and
 returns the accumulator zeroed. No shape depends on how many micro-batches, ranks or replicas there are.
 """
 
@@ -50,8 +50,8 @@ class Step:
     """The compiled functions of one trainer, for one mesh, model, batch shape and loss.
 
     ``accumulate(params, accumulator, micro) -> accumulator``; ``apply(state, accumulator, N) ->
-    (state, accumulator, info)``; ``logprobs(params, micro) -> [rows, seq_len]``. ``accumulator`` and ``state``
-    are donated: the caller's references are dead afterwards.
+    (state, accumulator, info)``; ``logprobs(params, micro) -> [rows, seq_len]``. ``accumulator`` and
+    ``state`` are donated: the caller's references are dead afterwards.
     """
 
     mesh: Mesh
@@ -73,7 +73,7 @@ class Step:
         }
 
     def update(
-        self, state: TrainState, accumulator: Accumulator, micros: Iterable[Batch], denominator: int
+        self, state: TrainState, accumulator: Accumulator, micros: Iterable[Batch], denominator: float
     ) -> tuple[TrainState, Accumulator, dict[str, float]]:
         """One whole update over ``micros``; waits for it and returns host metrics. Donates both arguments."""
         for micro in micros:
@@ -83,9 +83,13 @@ class Step:
 
     def scalar(self, value: float) -> jax.Array:
         """A committed float32 scalar on the mesh, so that no call sees an uncommitted argument."""
-        return jax.make_array_from_callback(
-            (), replicated(self.mesh), lambda _: np.asarray(value, np.float32)
-        )
+        where = replicated(self.mesh)
+        return jax.make_array_from_callback((), where, lambda _: np.asarray(value, np.float32))
+
+    def count(self, value: int) -> jax.Array:
+        """A committed int32 scalar on the mesh."""
+        where = replicated(self.mesh)
+        return jax.make_array_from_callback((), where, lambda _: np.asarray(value, np.int32))
 
 
 def host_metrics(info: Sums, denominator: float) -> dict[str, float]:
@@ -108,7 +112,11 @@ def loss_sum(
 def apply_update(
     state: TrainState, accumulator: Accumulator, denominator: jax.Array, config: TrainerConfig
 ) -> tuple[TrainState, Accumulator, Sums]:
-    """Divide the gradient sum by N, clip, AdamW. A gradient that is not finite changes nothing and is reported."""
+    """Divide the gradient sum by N, clip, AdamW.
+
+    A gradient that is not finite leaves weights and moments as they are and is reported as ``skipped``; the
+    update still counts. A denominator that is not finite is a rehearsal: it does not even count.
+    """
     optimizer = make_optimizer(config.optimizer)
     grads = jax.tree.map(lambda g: g / denominator, accumulator.grads)
     norm = optax.tree_utils.tree_norm(grads)
@@ -124,7 +132,8 @@ def apply_update(
         "learning_rate": jnp.asarray(learning_rate(config.optimizer)(state.updates), jnp.float32),
         "skipped": 1.0 - good.astype(jnp.float32),
     }
-    new_state = TrainState(params, opt_state, state.updates + 1, state.rng)
+    committed = jnp.isfinite(denominator).astype(jnp.int32)
+    new_state = TrainState(params, opt_state, state.updates + committed, state.rng)
     zeroed = Accumulator(jax.tree.map(jnp.zeros_like, accumulator.grads), zero_sums())
     return new_state, zeroed, info
 
@@ -134,7 +143,7 @@ def build_step(model: DecoderConfig, config: TrainerConfig, loss: LossConfig, me
     params = param_shardings(model, mesh)
     scalar, rows = replicated(mesh), batch_sharding(mesh)
     state = train_state.shardings(model, config, mesh)
-    sums = dict.fromkeys(METRICS, scalar)
+    sums: Any = dict.fromkeys(METRICS, scalar)
     accumulator = Accumulator(params, sums)
     info = {**sums, **dict.fromkeys(("grad_norm", "learning_rate", "skipped"), scalar)}
 
@@ -143,7 +152,8 @@ def build_step(model: DecoderConfig, config: TrainerConfig, loss: LossConfig, me
             return loss_sum(q, model, config, loss, mesh, micro)
 
         (_, new), grads = jax.value_and_grad(objective, has_aux=True)(p)
-        return jax.tree.map(jnp.add, acc, Accumulator(grads, new))
+        added: Accumulator = jax.tree.map(jnp.add, acc, Accumulator(grads, new))
+        return added
 
     def logprobs(p: Tree, micro: Batch) -> jax.Array:
         return policy_logprobs(

@@ -1,0 +1,143 @@
+"""Checkpoints: state, optimizer, random key and data cursor of one committed version, through orbax.
+
+A checkpoint is a folder named by its version number; it appears by rename once complete, and what lacks a
+part is not seen. Arrays are stored under their paths, so that they restore onto any mesh and any number
+of processes. Whoever restores continues in a new lineage, whose parent is the checkpoint's version.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from jaxrl_sync.sharding.errors import UserError
+from jaxrl_sync.trainer.axes import Tree
+from jaxrl_sync.trainer.state import TrainState
+from jaxrl_sync.transfer.version import Version
+
+FORMAT = 1
+
+
+class CheckpointError(UserError, RuntimeError):
+    """A checkpoint that is missing or does not fit the model that it is restored into."""
+
+    exit_code = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Meta:
+    """What a checkpoint says beside its arrays: its version, where its lineage came from, the data cursor."""
+
+    version: Version
+    parent: Version | None
+    cursor: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        parent = None if self.parent is None else dataclasses.asdict(self.parent)
+        return {
+            "format": FORMAT,
+            "version": dataclasses.asdict(self.version),
+            "parent": parent,
+            "cursor": dict(self.cursor),
+        }
+
+    @classmethod
+    def of_json(cls, data: Mapping[str, Any]) -> Meta:
+        if data.get("format") != FORMAT:
+            raise CheckpointError(f"checkpoint format {data.get('format')!r}: expected {FORMAT}")
+        parent = data["parent"]
+        return cls(Version(**data["version"]), parent and Version(**parent), data["cursor"])
+
+
+def flatten(state: TrainState, reference: Tree | None = None) -> dict[str, Any]:
+    """The arrays of a state (and of a reference policy) by path."""
+    leaves = jax.tree_util.tree_leaves_with_path({"state": state, "reference": reference})
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+class Checkpoints:
+    """The last ``keep`` checkpoints in ``folder``. Owns orbax's manager: ``close()`` or ``with``.
+
+    ``save`` and ``restore`` are collective over the processes of the world and block until done.
+    """
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.folder = folder.absolute()
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, enable_async_checkpointing=False, create=True
+        )
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
+
+    def newest(self) -> int | None:
+        """Number of the newest complete checkpoint, or None."""
+        complete = [n for n in self._manager.all_steps() if self._complete(n)]
+        return max(complete, default=None)
+
+    def _complete(self, number: int) -> bool:
+        folder = self.folder / str(number)
+        return (folder / "arrays").is_dir() and (folder / "meta").is_dir()
+
+    def save(self, state: TrainState, meta: Meta, reference: Tree | None = None) -> None:
+        """Write one checkpoint and drop the oldest beyond ``keep``; nobody may donate the state meanwhile."""
+        arrays = ocp.args.StandardSave(flatten(state, reference))
+        self._manager.save(
+            meta.version.number,
+            args=ocp.args.Composite(arrays=arrays, meta=ocp.args.JsonSave(meta.to_json())),
+        )
+        self._manager.wait_until_finished()
+
+    def meta(self, number: int | None = None) -> Meta:
+        """What checkpoint ``number`` (default: the newest) says of itself; else ``CheckpointError``."""
+        number = self.newest() if number is None else number
+        if number is None or not self._complete(number):
+            raise CheckpointError(f"no complete checkpoint in {self.folder}, expected one to resume from")
+        found = self._manager.restore(number, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
+        return Meta.of_json(found["meta"])
+
+    def restore(
+        self, target: TrainState, number: int | None = None, reference: Tree | None = None
+    ) -> tuple[TrainState, Meta, Tree | None]:
+        """State, meta and reference of a checkpoint, on the shardings of the abstract arguments."""
+        meta = self.meta(number)
+        wanted = flatten(target, reference)
+        number = meta.version.number
+        self._check_fits(number, wanted)
+        found = self._manager.restore(
+            number, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(wanted))
+        )["arrays"]
+        structure = jax.tree.structure({"state": target, "reference": reference})
+        restored = jax.tree.unflatten(structure, [found[name] for name in wanted])
+        return restored["state"], meta, restored["reference"]
+
+    def _check_fits(self, number: int, wanted: Mapping[str, Any]) -> None:
+        stored = self._manager.item_metadata(number)["arrays"]
+        shapes = {name: tuple(leaf.shape) for name, leaf in dict(stored).items()}
+        for name, leaf in wanted.items():
+            if shapes.get(name) != tuple(leaf.shape):
+                raise CheckpointError(
+                    f"checkpoint {self.folder}/{number}: {name} has shape {shapes.get(name)}, "
+                    f"expected {tuple(leaf.shape)}"
+                )
+
+    def drop_after(self, number: int) -> None:
+        """Remove checkpoints later than ``number``: a resume from it makes them another history's."""
+        for later in [n for n in self._manager.all_steps() if n > number]:
+            if jax.process_index() == 0:
+                shutil.rmtree(self.folder / str(later), ignore_errors=True)
+        self._manager.reload()
+
+    def close(self) -> None:
+        """Wait for what is being written and let go of the folder; idempotent."""
+        self._manager.close()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,288 @@
+"""The trainer process: one rank of the trainer world, from the first weights to the last acknowledgement.
+
+Steps of ``run``: join the world; restore a checkpoint, or make the first weights (with the supervised warm-up
+that the config asks for); compile; publish that version; listen for batches and say so to the hub; then, per
+batch: agree on the step with the other ranks, stages, update, publish, checkpoint where asked, acknowledge.
+Nothing delays the update but ``Publisher.publish``, whose time is reported as stall.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import time
+from typing import Any, Protocol
+
+import jax
+
+from jaxrl_sync.batch.connection import Ack, BatchReceiver, TrainerState
+from jaxrl_sync.batch.frame import BatchFrame, BatchHeader
+from jaxrl_sync.config.convert import to_decoder, to_publisher
+from jaxrl_sync.config.process import PeerError, ProcessContext, Timeline
+from jaxrl_sync.sharding.layout import Layout
+from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig, convert
+from jaxrl_sync.trainer import state as train_state
+from jaxrl_sync.trainer.axes import Tree, make_mesh
+from jaxrl_sync.trainer.checkpoint import Checkpoints, Meta
+from jaxrl_sync.trainer.config import OptimizerConfig, validate_loss
+from jaxrl_sync.trainer.settings import loss_config, trainer_config
+from jaxrl_sync.trainer.sft import supervised
+from jaxrl_sync.trainer.state import TrainState
+from jaxrl_sync.trainer.trainer import Trainer
+from jaxrl_sync.trainer.world import World, WorldError
+from jaxrl_sync.transfer import auth
+from jaxrl_sync.transfer.hub.client import HubClient, Lease
+from jaxrl_sync.transfer.version import Version, new_lineage
+
+logger = logging.getLogger("jaxrl_sync.trainer")
+
+_WAIT_S = 0.5
+
+
+class Publishes(Protocol):
+    """What the loop needs of ``transfer.Publisher``."""
+
+    def publish(self, tree: Tree, version: Version) -> Any: ...
+
+
+def run(context: ProcessContext) -> None:
+    """Play one rank of the trainer until the run's last step is consumed or ``context.stop`` is set.
+
+    Raises a ``UserError`` with the named cause: a peer, the hub or the orchestrator lost, ranks that
+    disagree, a checkpoint that is missing or does not fit.
+    """
+    validate_loss(context.config.loop.staleness_bound, loss_config(context.config))
+    with contextlib.ExitStack() as stack:
+        timeline = context.open_timeline()
+        stack.callback(timeline.close)
+        world = stack.enter_context(
+            World(
+                context.rank,
+                context.world_size,
+                context.coordinator,
+                timeout_s=context.config.run.start_timeout_s,
+            )
+        )
+        folder = context.run_dir / "checkpoints"
+        checkpoints = stack.enter_context(Checkpoints(folder, context.config.trainer.checkpoint_keep))
+        trainer, meta = start(context, world, checkpoints, timeline)
+        seconds = trainer.warm_up()
+        logger.info("%s: version %s, compiled in %.1f s", context.name, meta.version, seconds)
+        _serve(context, world, checkpoints, timeline, trainer, meta, stack)
+
+
+def start(
+    context: ProcessContext, world: World, checkpoints: Checkpoints, timeline: Timeline
+) -> tuple[Trainer, Meta]:
+    """The trainer at its first version: version 0, or a checkpoint's in a lineage of its own."""
+    config, model = context.config, to_decoder(context.config)
+    settings, loss = trainer_config(config), loss_config(config)
+    mesh = make_mesh(settings.mesh)
+    lineage = world.share({"lineage": new_lineage()}, config.run.start_timeout_s)["lineage"]
+    if context.resume:
+        target = train_state.abstract(model, settings, mesh)
+        wanted = target.params if loss.needs_reference else None
+        state, saved, reference = checkpoints.restore(target, reference=wanted)
+        checkpoints.drop_after(saved.version.number)
+        meta = Meta(Version(lineage, saved.version.number), saved.version, saved.cursor)
+    else:
+        state = _first_state(context, model, mesh)
+        reference = state.params if loss.needs_reference else None
+        meta = Meta(Version(lineage, 0), None, {})
+    trainer = Trainer(model, settings, loss, mesh, state, reference, timeline.record)
+    return trainer, meta
+
+
+def _first_state(context: ProcessContext, model: DecoderConfig, mesh: jax.sharding.Mesh) -> TrainState:
+    """Random weights, after the supervised warm-up if the config asks for one."""
+    config, settings = context.config, trainer_config(context.config)
+    state = train_state.create(model, settings, mesh, config.run.seed)
+    t = config.trainer
+    if not t.sft_steps:
+        return state
+    from jaxrl_sync.tasks.registry import make_task
+
+    task = make_task(config.task.name, config.task.args)
+    size = config.loop.prompts_per_step * config.loop.group_size
+    examples = task.sft_examples(t.sft_steps * size, config.task.seed)
+    if not examples:
+        raise WorldError(
+            f"trainer.sft_steps={t.sft_steps}, but task {config.task.name!r} has no demonstrations"
+        )
+    samples = [example.sample() for example in examples]
+    per = max(1, len(samples) // t.sft_steps)
+    batches = [samples[i * per : (i + 1) * per] for i in range(t.sft_steps)]
+    optimizer = OptimizerConfig(learning_rate=t.sft_learning_rate, beta1=t.beta1, beta2=t.beta2, eps=t.eps)
+    state, curve = supervised(model, settings, mesh, state, [b for b in batches if b], optimizer)
+    logger.info("%s: warm-up of %d updates, nll %.3f -> %.3f", context.name, len(curve), curve[0], curve[-1])
+    return state
+
+
+def _serve(
+    context: ProcessContext,
+    world: World,
+    checkpoints: Checkpoints,
+    timeline: Timeline,
+    trainer: Trainer,
+    meta: Meta,
+    stack: contextlib.ExitStack,
+) -> None:
+    """Publish the first version, open the data connection, register, loop."""
+    from jaxrl_sync.transfer.publisher import Publisher
+
+    config = context.config
+    token, hub_url = auth.load_token(context.token_file), context.wait_hub(config.run.start_timeout_s)
+    engine_tp = config.engine.processes * config.engine.devices
+    publisher = stack.enter_context(
+        Publisher(
+            hub_url,
+            Layout.of(trainer.params),
+            token_file=context.token_file,
+            config=to_publisher(config),
+            convert=functools.partial(
+                convert, cfg=to_decoder(config), tp=engine_tp, dtype=config.engine.dtype
+            ),
+        )
+    )
+    loop = Loop(world, trainer, publisher, checkpoints, timeline, meta, config.sync.every_steps)
+    loop.publish(meta.version.number)
+    version = meta.version
+    receiver = stack.enter_context(
+        BatchReceiver(
+            TrainerState(version.lineage, version.number, meta.cursor),
+            token=token,
+            run_id=auth.run_id_of(token),
+            data_rank=trainer.data_rank,
+            host=config.run.host,
+        )
+    )
+    hub = stack.enter_context(HubClient(hub_url, context.token_file, config.run.start_timeout_s))
+    info = {
+        "data_url": receiver.address,
+        "data_rank": trainer.data_rank,
+        "data_ranks": trainer.data_ranks,
+        "rows": trainer.rows,
+        "seq_len": trainer.config.seq_len,
+    }
+    lease = stack.enter_context(
+        hub.register("trainer", context.name, context.rank, context.world_size, info, config.hub.ttl_s)
+    )
+    context.announce()
+    loop.run(context, receiver, lease)
+
+
+class Loop:
+    """Batches in, versions out, for one rank. ``meta`` is what is committed; used by one thread."""
+
+    def __init__(
+        self,
+        world: World,
+        trainer: Trainer,
+        publisher: Publishes,
+        checkpoints: Checkpoints | None,
+        timeline: Timeline,
+        meta: Meta,
+        publish_every: int = 1,
+    ) -> None:
+        self._world, self._trainer, self._publisher = world, trainer, publisher
+        self._checkpoints, self._timeline = checkpoints, timeline
+        self._publish_every = publish_every
+        self.meta = meta
+        self._saved = meta.version.number if meta.parent is not None else -1
+
+    def run(self, context: ProcessContext, receiver: BatchReceiver, lease: Lease) -> None:
+        """Until ``context.stop``: then what is committed and not yet saved is saved.
+
+        After the last batch it goes on answering and publishing: engines and the last evaluation need it.
+        """
+        section = context.config.run
+        wait_s, began, finished = section.start_timeout_s + section.stuck_timeout_s, time.time(), False
+        trained = False
+        while not context.stop.is_set():
+            if lease.lost.is_set():
+                raise PeerError(f"{context.name}: {lease.reason}")
+            try:
+                frame = receiver.receive(_WAIT_S)
+            except ConnectionError as error:
+                if finished:
+                    break
+                raise PeerError(f"{context.name}: {error}") from error
+            if frame is None:
+                if not trained and time.time() - began > wait_s:
+                    raise PeerError(f"{context.name}: no batch within {wait_s:g} s of the start")
+                continue
+            self._timeline.record("wait", began, time.time(), step=frame.header.step)
+            if self._agree(frame.header, context.stop.is_set(), section.stuck_timeout_s):
+                break
+            receiver.commit(self.advance(frame, time.time() - began), frame.header.cursor)
+            trained, finished, began = True, frame.header.last, time.time()
+        self._leave()
+
+    def _agree(self, header: BatchHeader, stop: bool, timeout_s: float) -> bool:
+        """Whether some rank drains; ``WorldError`` unless all others hold the same step."""
+        word = {
+            "step": header.step,
+            "micro_batches": header.micro_batches,
+            "num_valid_tokens": header.num_valid_tokens,
+            "checkpoint": header.checkpoint,
+        }
+        words = self._world.gather({**word, "stop": stop}, timeout_s)
+        if any(w["stop"] for w in words):
+            return True
+        check_same_step(words)
+        return False
+
+    def _leave(self) -> None:
+        """Tell ranks that wait for this one that it drains, and save what is committed."""
+        self._world.say({"stop": True})
+        if self.meta.version.number > max(self._saved, 0):
+            self.save()
+
+    def advance(self, frame: BatchFrame, waited_s: float) -> Ack:
+        """Train on one batch, publish the version, save it where asked; the acknowledgement."""
+        header = frame.header
+        expected = self.meta.version.number + 1
+        if header.step != expected:
+            raise WorldError(f"batch of step {header.step}, expected {expected}")
+        metrics = self._trainer.train(frame)
+        version = Version(self.meta.version.lineage, header.step)
+        self.meta = Meta(version, self.meta.parent, header.cursor)
+        metrics["wait_s"], metrics["publish_s"] = waited_s, 0.0
+        if header.step % self._publish_every == 0 or header.last:
+            metrics["publish_s"] = self.publish(header.step)
+        metrics["checkpoint_s"] = self.save() if header.checkpoint else 0.0
+        return Ack(header.step, version.lineage, version.number, finite(metrics))
+
+    def publish(self, number: int) -> float:
+        """Hand the live weights to the publisher; seconds that it kept this thread (the stall)."""
+        t0 = time.time()
+        self._publisher.publish(self._trainer.params, self.meta.version)
+        t1 = time.time()
+        self._timeline.record("publish", t0, t1, step=number, version=number)
+        return t1 - t0
+
+    def save(self) -> float:
+        """Write a checkpoint of the committed version with its cursor; seconds."""
+        if self._checkpoints is None:
+            return 0.0
+        t0 = time.time()
+        self._checkpoints.save(self._trainer.state, self.meta, self._trainer.reference)
+        self._saved = self.meta.version.number
+        t1 = time.time()
+        self._timeline.record("checkpoint", t0, t1, version=self._saved)
+        return t1 - t0
+
+
+def check_same_step(words: list[dict[str, Any]]) -> None:
+    """Raise ``WorldError`` naming the ranks whose frames differ from rank 0's."""
+    for rank, word in enumerate(words):
+        if word != words[0]:
+            raise WorldError(f"trainer ranks hold different batches: rank 0 {words[0]}, rank {rank} {word}")
+
+
+def finite(metrics: dict[str, float]) -> dict[str, float]:
+    """``metrics`` without what JSON cannot carry, and how many were left out."""
+    kept = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+    return {**kept, "nonfinite_metrics": float(len(metrics) - len(kept))}
