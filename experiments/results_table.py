@@ -1,0 +1,67 @@
+"""Rebuilds the results table of the README from the rows that experiments wrote; figures are redrawn too."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+README = HERE.parent / "README.md"
+BEGIN, END = "<!-- results -->", "<!-- /results -->"
+
+
+def main() -> int:
+    """Redraw the figures of experiments that have rows, then replace the table between the markers."""
+    for figure in sorted(HERE.glob("*/figure.py")):
+        if (figure.parent / "rows.jsonl").exists():
+            subprocess.run([sys.executable, str(figure)], check=True, timeout=120)
+    README.write_text(replaced(README.read_text(encoding="utf8"), table(HERE)), encoding="utf8")
+    return 0
+
+
+def replaced(text: str, content: str) -> str:
+    """``text`` with ``content`` between the markers."""
+    head, begin, rest = text.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit(f"README.md lacks the markers {BEGIN} and {END}")
+    return f"{head}{BEGIN}\n{content}{END}{tail}"
+
+
+def table(folder: Path) -> str:
+    """The Markdown table; without rows one sentence that says so."""
+    path = folder / "async_vs_sync" / "rows.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if not rows:
+        return "No rows yet: run `./dev bench async-vs-sync`.\n"
+    latest = rows[-1]["commit"]
+    rows = [row for row in rows if row["commit"] == latest]
+    lines = [
+        "| default run | seeds | updates | exact match before | after (each) | mean | tokens/s | wall time |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for mode, label in (("async", "asynchronous, bound 2"), ("sync", "synchronous, bound 0")):
+        chosen = [row for row in rows if row["mode"] == mode]
+        if chosen:
+            lines.append(_line(label, chosen))
+    return "\n".join([*lines, "", f"Commit {latest}, 2 CPU cores."]) + "\n"
+
+
+def _line(label: str, rows: list[dict[str, Any]]) -> str:
+    def mean(key: str) -> float:
+        return statistics.mean(row[key] for row in rows)
+
+    seeds = ", ".join(str(row["seed"]) for row in rows)
+    each = ", ".join(f"{row['after']:.2f}" for row in rows)
+    return (
+        f"| {label} | {seeds} | {rows[0]['steps']} | {mean('before'):.2f} | {each} | {mean('after'):.2f} "
+        f"| {mean('tokens_per_s'):.0f} | {mean('wall_s'):.0f} s |"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
