@@ -1,0 +1,198 @@
+"""The engines the loop knows: who serves, which version each holds, who is reserved; and their HTTP calls.
+
+An engine is *joining* until a swap has brought it the current version, then it *serves*; it is *suspect*
+after a failed call until its health answers again, and *gone* once its lease ends or its address changes
+(it then comes back as a new engine of the same name).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import httpx
+
+from jaxrl_sync.orchestrator.errors import LoopError
+from jaxrl_sync.orchestrator.groups import EngineView
+from jaxrl_sync.transfer.version import Version
+
+State = Literal["joining", "serving", "suspect", "gone"]
+_CONNECT_S = 5.0
+_GRACE_S = 10.0
+
+
+class EngineGoneError(LoopError):
+    """An engine can't be reached, or broke the connection in the middle of an answer.
+
+    ``refused``: nobody listens at its address any more.
+    """
+
+    exit_code = 4
+
+    def __init__(self, message: str, *, refused: bool = False) -> None:
+        super().__init__(message)
+        self.refused = refused
+
+
+class EngineRefusedError(LoopError):
+    """An engine answered with an error status; ``status`` is the HTTP one."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Engine:
+    """One incarnation of an engine. ``version`` is what it is known to hold, None before the first swap."""
+
+    name: str
+    url: str
+    slots: int
+    max_len: int
+    incarnation: str = ""
+    state: State = "joining"
+    version: Version | None = None
+    reserved: object | None = None
+    swapping: bool = False
+    failures: int = 0
+
+    @property
+    def serves(self) -> bool:
+        """Whether new groups may be sent to it."""
+        return self.state == "serving" and self.version is not None
+
+
+class EngineSet:
+    """All incarnations that are not gone, by name. No I/O: the watcher feeds it."""
+
+    def __init__(self) -> None:
+        self._engines: dict[str, Engine] = {}
+        self.lost = 0
+
+    def __iter__(self) -> Iterator[Engine]:
+        return iter(list(self._engines.values()))
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def get(self, name: str) -> Engine | None:
+        """The engine of that name, if it is not gone."""
+        return self._engines.get(name)
+
+    def serving(self) -> list[EngineView]:
+        """Engines that may take new groups."""
+        return [EngineView(e.name, e.version, e.slots) for e in self if e.serves and e.version is not None]
+
+    def update(self, infos: Mapping[str, Mapping[str, Any]]) -> tuple[list[Engine], list[Engine]]:
+        """Take the hub's members (name -> info); returns (joined, gone) incarnations."""
+        gone = [e for e in self if e.name not in infos or _identity(infos[e.name]) != (e.url, e.incarnation)]
+        for engine in gone:
+            self.remove(engine)
+        joined = [_engine(name, i) for name, i in sorted(infos.items()) if name not in self._engines]
+        for engine in joined:
+            self._engines[engine.name] = engine
+        return joined, gone
+
+    def remove(self, engine: Engine) -> None:
+        """This incarnation is gone."""
+        engine.state = "gone"
+        self.lost += 1
+        if self._engines.get(engine.name) is engine:
+            del self._engines[engine.name]
+
+    def describe(self) -> str:
+        """All engines in one line, for error messages."""
+        rows = [f"{e.name} {e.state} at {e.version}" for e in self]
+        return ", ".join(rows) or "no engine is registered"
+
+
+def _identity(info: Mapping[str, Any]) -> tuple[str, str]:
+    return str(info["url"]).rstrip("/"), str(info.get("incarnation", ""))
+
+
+def _engine(name: str, info: Mapping[str, Any]) -> Engine:
+    url, incarnation = _identity(info)
+    return Engine(name, url, int(info.get("slots", 1)), int(info.get("max_len", 1 << 30)), incarnation)
+
+
+class EngineClient:
+    """HTTP calls to engines. Admin calls have a pool of their own: long generations can't starve them."""
+
+    def __init__(self, token: str, *, connections: int) -> None:
+        headers = {"Authorization": f"Bearer {token}"}
+        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
+        self._work = httpx.AsyncClient(headers=headers, limits=limits, trust_env=False)
+        self._admin = httpx.AsyncClient(headers=headers, trust_env=False)
+
+    async def generate(self, engine: Engine, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """One whole group's answer; the engine itself ends the request at its ``timeout_s``."""
+        return await self._post(self._work, engine, "/generate", request, timeout_s + _GRACE_S)
+
+    async def abort(self, engine: Engine, request_ids: Sequence[str], timeout_s: float) -> None:
+        """Stop these requests; what they have is answered to their own callers."""
+        await self._post(self._admin, engine, "/abort", {"request_ids": list(request_ids)}, timeout_s)
+
+    async def swap(self, engine: Engine, version: Version, timeout_s: float) -> dict[str, Any]:
+        """Bring ``engine`` to ``version`` or a later one; the engine gives up after ``timeout_s``."""
+        body = {**dataclasses.asdict(version), "timeout_s": timeout_s}
+        return await self._post(self._admin, engine, "/swap", body, timeout_s + _GRACE_S)
+
+    async def pause(self, engine: Engine, mode: str, timeout_s: float) -> None:
+        """Stop decoding between two steps; idempotent."""
+        await self._post(self._admin, engine, "/pause", {"mode": mode}, timeout_s)
+
+    async def resume(self, engine: Engine, timeout_s: float) -> None:
+        """Go on decoding; idempotent."""
+        await self._post(self._admin, engine, "/resume", {}, timeout_s)
+
+    async def health(self, engine: Engine, timeout_s: float) -> dict[str, Any]:
+        """``{"state", "version"}`` of the engine."""
+        return await self._call(self._admin, engine, "GET", "/health", None, timeout_s)
+
+    async def stats(self, engine: Engine, timeout_s: float) -> dict[str, Any]:
+        """The engine's counters."""
+        return await self._call(self._admin, engine, "GET", "/stats", None, timeout_s)
+
+    async def close(self) -> None:
+        """Close both pools."""
+        await self._work.aclose()
+        await self._admin.aclose()
+
+    async def _post(
+        self, client: httpx.AsyncClient, engine: Engine, path: str, body: Mapping[str, Any], timeout_s: float
+    ) -> dict[str, Any]:
+        return await self._call(client, engine, "POST", path, body, timeout_s)
+
+    async def _call(
+        self,
+        client: httpx.AsyncClient,
+        engine: Engine,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        timeout_s: float,
+    ) -> dict[str, Any]:
+        what = f"{engine.name} {method} {path}"
+        timeout = httpx.Timeout(timeout_s, connect=min(_CONNECT_S, timeout_s))
+        try:
+            async with asyncio.timeout(timeout_s + 1.0):
+                answer = await client.request(method, engine.url + path, json=body, timeout=timeout)
+        except (httpx.HTTPError, TimeoutError) as error:
+            refused = isinstance(error, httpx.ConnectError)
+            raise EngineGoneError(
+                f"{what}: {type(error).__name__} {error}".rstrip(), refused=refused
+            ) from error
+        if answer.status_code >= 400:
+            raise EngineRefusedError(
+                f"{what}: HTTP {answer.status_code} {answer.text[:200]}", answer.status_code
+            )
+        try:
+            value = answer.json()
+        except ValueError as error:
+            raise EngineGoneError(f"{what}: the answer is not JSON: {answer.text[:80]!r}") from error
+        if not isinstance(value, dict):
+            raise EngineGoneError(f"{what}: the answer is a {type(value).__name__}, expected an object")
+        return value

@@ -1,0 +1,249 @@
+"""EvalSink: one evaluation per trigger, each pinned to one version, while training goes on.
+
+An evaluation reserves engines that hold one version at least as new as its trigger; reserved engines are
+not swapped until it ends. Its groups share the permits of training and are never dropped as stale. Results
+keep their item number, so that a lost engine costs only the items it had.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable
+
+from jaxrl_sync.batch.rollout import Episode, Reward
+from jaxrl_sync.orchestrator.book import Book
+from jaxrl_sync.orchestrator.config import LoopConfig
+from jaxrl_sync.orchestrator.dispatcher import RolloutDispatcher
+from jaxrl_sync.orchestrator.engines import Engine, EngineSet
+from jaxrl_sync.orchestrator.errors import DeadlineError
+from jaxrl_sync.orchestrator.groups import EngineView, OpenGroup
+from jaxrl_sync.orchestrator.scoring import Scorer
+from jaxrl_sync.orchestrator.signal import Signal
+from jaxrl_sync.transfer.version import Version
+
+_MAX_RESTARTS = 3
+_MAX_TRIES = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EvalResult:
+    """One evaluation: ``version`` made every sample; ``missing`` ones failed or were too slow."""
+
+    trigger: int
+    version: Version
+    accuracy: float
+    reward: float
+    samples: int
+    missing: int
+    errored: int
+    seconds: float
+    started_at: float
+
+
+@dataclasses.dataclass(eq=False)
+class _Run:
+    """One evaluation in progress."""
+
+    trigger: int
+    version: Version
+    engines: list[Engine]
+    waiting: collections.deque[tuple[int, int]]
+    started: float
+    started_at: float
+    open: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    rewards: dict[int, list[Reward]] = dataclasses.field(default_factory=dict)
+    errored: int = 0
+
+    @property
+    def over(self) -> bool:
+        return not self.waiting and not self.open
+
+
+class EvalSink:
+    """Takes triggers (version numbers) and evaluates each exactly once, in order."""
+
+    def __init__(
+        self,
+        config: LoopConfig,
+        book: Book,
+        engines: EngineSet,
+        dispatcher: RolloutDispatcher,
+        scorer: Scorer,
+        signal: Signal,
+        items: int,
+        on_result: Callable[[EvalResult], None],
+        done: set[int] | None = None,
+    ) -> None:
+        self._config, self._book, self._engines = config, book, engines
+        self._dispatcher, self._scorer, self._signal = dispatcher, scorer, signal
+        self._items, self._on_result = items, on_result
+        self._triggers: collections.deque[int] = collections.deque()
+        self._seen: set[int] = set(done or ())
+        self._last_number: int | None = None
+        self._run: _Run | None = None
+        self.restarts = 0
+        self.draining = False
+
+    @property
+    def pending(self) -> int:
+        """Evaluations triggered and not finished."""
+        return len(self._triggers) + (self._run is not None)
+
+    def trigger(self, number: int) -> bool:
+        """Ask for an evaluation of version ``number``; False if that one was asked for (or done) before."""
+        if number in self._seen or self._items == 0:
+            return False
+        self._seen.add(number)
+        self._triggers.append(number)
+        self._signal.notify()
+        return True
+
+    def on_version(self, number: int) -> None:
+        """A version was published: trigger if it is, or passes, a multiple of ``every_steps``."""
+        every, last = self._config.eval.every_steps, self._last_number
+        self._last_number = number
+        if every and last is not None and number // every > last // every:
+            self.trigger(number)
+
+    async def run(self) -> None:
+        """Evaluate triggers as they come; returns once ``draining`` is set and none is left."""
+        while True:
+            seen = self._signal.count
+            if self._triggers:
+                await self._evaluate(self._triggers[0])
+                self._triggers.popleft()
+                self._signal.notify()
+            elif self.draining:
+                return
+            else:
+                await self._signal.changed(seen, self._config.poll_s)
+
+    async def take(self, group: OpenGroup, episodes: dict[int, Episode]) -> None:
+        """Score one evaluation group; what can't be scored is missing from the result."""
+        run = self._run
+        scored = await self._scorer.score(group, episodes)
+        if (
+            scored is not None
+            and self._book.accept(group.gid, scored)
+            and run is not None
+            and run is group.tag
+        ):
+            run.rewards.setdefault(group.draw.item, []).extend(scored.rewards)
+        elif group.gid in self._book.open:
+            self._book.fail(group, "score")
+        self._signal.notify()
+
+    async def _evaluate(self, trigger: int) -> None:
+        for _ in range(_MAX_RESTARTS + 1):
+            run = await self._reserve(trigger)
+            try:
+                await self._play(run)
+            finally:
+                self._release(run)
+            if run.over or time.monotonic() - run.started >= self._config.eval.timeout_s:
+                self._on_result(self._result(run))
+                return
+            self.restarts += 1
+        raise DeadlineError(f"the evaluation of version {trigger} lost its engines {_MAX_RESTARTS + 1} times")
+
+    async def _reserve(self, trigger: int) -> _Run:
+        """Wait for engines that hold one version from ``trigger`` on, and keep them there."""
+        found: list[Engine] = []
+
+        def ready() -> bool:
+            found[:] = self._candidates(trigger)
+            return bool(found)
+
+        await self._signal.until(
+            ready,
+            self._config.eval.timeout_s + self._config.swap_timeout_s,
+            lambda: f"an engine to evaluate version {trigger} on: {self._engines.describe()}",
+        )
+        version = found[0].version
+        assert version is not None
+        items = collections.deque((item, 0) for item in range(self._items))
+        run = _Run(trigger, version, list(found), items, time.monotonic(), time.time())
+        for engine in found:
+            engine.reserved = run
+        self._run = run
+        return run
+
+    def _candidates(self, trigger: int) -> list[Engine]:
+        """Engines of the newest common version; a share of them, all of them when nothing else needs any."""
+        able = [
+            e
+            for e in self._engines
+            if e.serves and not e.swapping and e.version is not None and e.version.number >= trigger
+        ]
+        if not able:
+            return []
+        newest = max(e.version.number for e in able if e.version is not None)
+        same = [e for e in able if e.version is not None and e.version.number == newest]
+        if self.draining or len(self._engines) == 1:
+            return same
+        return same[: max(1, int(self._config.eval.share * len(self._engines)))]
+
+    async def _play(self, run: _Run) -> None:
+        """Issue every item and wait for all, up to the evaluation's timeout or the loss of its engines."""
+        deadline = run.started + self._config.eval.timeout_s
+        while not run.over and time.monotonic() < deadline:
+            seen = self._signal.count
+            self._collect(run)
+            alive = [e for e in run.engines if e.state != "gone" and e.version == run.version]
+            if not alive:
+                break
+            self._issue(run, [e for e in alive if e.serves])
+            self._book.eval_waiting = len(run.waiting) * self._config.eval.samples
+            if not run.over:
+                await self._signal.changed(seen, self._config.poll_s)
+        for gid in list(run.open):
+            self._dispatcher.stop_group(self._book.cancel(gid, "cancelled", "eval"))
+        self._book.eval_waiting = 0
+
+    def _issue(self, run: _Run, engines: list[Engine]) -> None:
+        while run.waiting and engines:
+            engine = min(engines, key=lambda e: (self._book.load(e.name) / e.slots, e.name))
+            item, tries = run.waiting[0]
+            view = EngineView(engine.name, run.version, engine.slots)
+            group = self._book.admit_eval(view, item, self._config.eval.samples, run, time.monotonic())
+            if group is None:
+                return
+            run.waiting.popleft()
+            run.open[group.gid] = (item, tries)
+            self._dispatcher.launch(group, self)
+
+    def _collect(self, run: _Run) -> None:
+        """Groups that ended: their item is done, comes again (engine lost), or counts as missing."""
+        for gid in [g for g in run.open if g not in self._book.open]:
+            item, tries = run.open.pop(gid)
+            if len(run.rewards.get(item, ())):
+                continue
+            if tries + 1 < _MAX_TRIES:
+                run.waiting.append((item, tries + 1))
+            else:
+                run.errored += 1
+
+    def _release(self, run: _Run) -> None:
+        for engine in run.engines:
+            if engine.reserved is run:
+                engine.reserved = None
+        self._run = None
+        self._signal.notify()
+
+    def _result(self, run: _Run) -> EvalResult:
+        rewards = [r for item in sorted(run.rewards) for r in run.rewards[item]]
+        exact = [r.components.get("exact", float(r.value >= 1.0)) for r in rewards]
+        wanted = self._items * self._config.eval.samples
+        return EvalResult(
+            trigger=run.trigger,
+            version=run.version,
+            accuracy=sum(exact) / wanted if wanted else 0.0,
+            reward=sum(r.value for r in rewards) / len(rewards) if rewards else 0.0,
+            samples=len(rewards),
+            missing=wanted - len(rewards),
+            errored=run.errored,
+            seconds=time.monotonic() - run.started,
+            started_at=run.started_at,
+        )

@@ -1,0 +1,268 @@
+"""Playing one group: engine requests and environment steps until every member has ended.
+
+The first turn of all members is one engine request (n = group size): they share the prompt. Later turns are
+one request per member, with the whole context as prompt: token ids in, token ids out, nothing is rendered
+again. All requests of a group go to the engine it is pinned to. The token budget counts the whole episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl_sync.batch.rollout import Episode, RolloutError, Timing, Turn
+from jaxrl_sync.orchestrator.config import SamplingConfig
+from jaxrl_sync.orchestrator.engines import Engine, EngineClient
+from jaxrl_sync.orchestrator.errors import DeadlineError
+from jaxrl_sync.orchestrator.flow import Fate
+from jaxrl_sync.orchestrator.groups import OpenGroup
+from jaxrl_sync.orchestrator.threads import in_thread
+from jaxrl_sync.tasks.protocol import Environment, Step, Task
+
+OnEpisode = Callable[[int, Episode], None]
+OnLoss = Callable[[int, Fate, str], None]
+_MAX_RESUMES = 16
+
+
+class EpisodeError(Exception):
+    """An episode that can't be completed: how its sample is counted and why."""
+
+    def __init__(self, fate: Fate, reason: str) -> None:
+        super().__init__(reason)
+        self.fate, self.reason = fate, reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Player:
+    """What playing needs beside the group: the task, the engines, and what an episode may use up."""
+
+    task: Task
+    client: EngineClient
+    env_timeout_s: float
+
+    async def play(
+        self,
+        group: OpenGroup,
+        engine: Engine,
+        uid: str,
+        request_id: str,
+        sampling: SamplingConfig,
+        pinned: bool,
+        on_episode: OnEpisode,
+        on_loss: OnLoss,
+    ) -> None:
+        """Play all members; each ends in exactly one call of ``on_episode`` or ``on_loss``.
+
+        Raises what the engine client raises when the engine itself fails: the whole group is then lost.
+        """
+        table = _Request(request_id, group, engine, sampling, self.task.stop_token_ids, pinned)
+        try:
+            prompt = await self._prompt(uid)
+            budget = self._turn_budget(table, sampling.max_tokens, len(prompt))
+            if budget < 1:
+                raise EpisodeError("errored", f"prompt of {len(prompt)} tokens leaves no room")
+            first = await self._ask(table, request_id, prompt, group.size, budget)
+        except EpisodeError as error:
+            for index in range(group.size):
+                on_loss(index, error.fate, error.reason)
+            return
+        members = (
+            self._member(table, _Context(uid, index, list(prompt), sampling.max_tokens), turn)
+            for index, turn in enumerate(first)
+        )
+        tasks = [asyncio.ensure_future(m) for m in members]
+        try:
+            await _collect(tasks, on_episode, on_loss)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def request_ids(self, request_id: str, members: int) -> list[str]:
+        """All ids under which a group of that many members may have a request at its engine."""
+        later = (f"{request_id}.{i}.{t}" for i in range(members) for t in range(1, self.task.max_turns))
+        return [request_id, *later]
+
+    async def _prompt(self, uid: str) -> list[int]:
+        try:
+            return await in_thread(self.task.prompt, uid, timeout_s=self.env_timeout_s, what="a prompt")
+        except Exception as error:  # whatever a task raises is its prompt's failure
+            raise EpisodeError("errored", f"prompt:{type(error).__name__}") from error
+
+    async def _member(self, table: _Request, context: _Context, turn: Turn) -> Episode:
+        environment: Environment | None = None
+        turns: list[Turn] = []
+        env_s = 0.0
+        while True:
+            turn = await self._finish_turn(table, context, turn)
+            turns.append(turn)
+            context.tokens.extend(int(t) for t in turn.tokens)
+            if self.task.max_turns <= 1:
+                break
+            began = time.monotonic()
+            if environment is None:
+                environment = await self._in_task(self.task.environment, context.uid)
+            step: Step = await self._in_task(environment.step, [int(t) for t in turn.tokens])
+            env_s += time.monotonic() - began
+            context.tokens.extend(step.tokens)
+            budget = self._turn_budget(table, context.left, len(context.tokens))
+            if step.done or len(turns) >= self.task.max_turns or budget < 1:
+                break
+            name = f"{table.request_id}.{context.index}.{len(turns)}"
+            turn = (await self._ask(table, name, context.tokens, 1, budget, step.tokens))[0]
+        turns[-1] = dataclasses.replace(turns[-1], timing=turns[-1].timing + Timing(env_s=env_s))
+        return table.episode(context, turns)
+
+    async def _finish_turn(self, table: _Request, context: _Context, turn: Turn) -> Turn:
+        """Go on with a turn that the engine cut off (a pause that aborts) until it ends by itself."""
+        context.left -= len(turn.tokens)
+        for _ in range(_MAX_RESUMES):
+            if turn.finish_reason in ("stop", "length"):
+                return turn
+            if turn.finish_reason != "abort":
+                fate: Fate = "cancelled" if turn.finish_reason == "timeout" else "errored"
+                raise EpisodeError(fate, f"engine:{turn.finish_reason}")
+            so_far = [*context.tokens, *(int(t) for t in turn.tokens)]
+            budget = self._turn_budget(table, context.left, len(so_far))
+            if budget < 1:
+                return dataclasses.replace(turn, finish_reason="length")
+            name = f"{table.request_id}.{context.index}+{len(so_far)}"
+            more = (await self._ask(table, name, so_far, 1, budget))[0]
+            context.left -= len(more.tokens)
+            turn = _join(turn, more)
+        raise EpisodeError("cancelled", "engine:abort")
+
+    def _turn_budget(self, table: _Request, left: int, context_len: int) -> int:
+        """Tokens that the next request may sample: what is left of the episode, the context and the turn."""
+        turn = self.task.max_new_tokens if self.task.max_turns > 1 else left
+        return min(left, turn, table.engine.max_len - context_len)
+
+    async def _in_task(self, call: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return await in_thread(call, *args, timeout_s=self.env_timeout_s, what="the environment")
+        except DeadlineError:
+            raise EpisodeError("errored", "environment:timeout") from None
+        except Exception as error:  # whatever a task raises is the episode's failure
+            raise EpisodeError("errored", f"environment:{type(error).__name__}") from error
+
+    async def _ask(
+        self,
+        table: _Request,
+        request_id: str,
+        prompt: list[int],
+        n: int,
+        budget: int,
+        appended: Any = None,
+    ) -> list[Turn]:
+        timeout_s = table.remaining_s()
+        body = table.body(request_id, prompt, n, budget, timeout_s)
+        answer = await self.client.generate(table.engine, body, timeout_s)
+        return table.turns(answer, n, prompt if appended is None else appended)
+
+
+@dataclasses.dataclass(slots=True)
+class _Context:
+    """One member between its turns: everything it has seen, and the tokens it may still sample."""
+
+    uid: str
+    index: int
+    tokens: list[int]
+    left: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Request:
+    """What all requests of one group have in common."""
+
+    request_id: str
+    group: OpenGroup
+    engine: Engine
+    sampling: SamplingConfig
+    stop_token_ids: tuple[int, ...]
+    pinned: bool
+
+    def remaining_s(self) -> float:
+        return max(0.1, self.group.opened_s + self.group.timeout_s - time.monotonic())
+
+    def body(
+        self, request_id: str, prompt: list[int], n: int, budget: int, timeout_s: float
+    ) -> dict[str, Any]:
+        return {
+            "request_id": request_id,
+            "prompt": list(prompt),
+            "n": n,
+            "sampling": self.sampling.as_request(self.stop_token_ids, budget),
+            "version": dataclasses.asdict(self.group.version) if self.pinned else None,
+            "timeout_s": timeout_s,
+        }
+
+    def turns(self, answer: Mapping[str, Any], n: int, prompt: Any) -> list[Turn]:
+        """The samples of an answer as turns; ``EpisodeError`` for one that breaks the contract."""
+        samples, timing = answer.get("samples", ()), answer.get("timing", {})
+        foreign = [x for x in answer.get("lineages", ()) if x != self.group.version.lineage]
+        if len(samples) != n or foreign:
+            raise EpisodeError(
+                "errored", f"engine answered {len(samples)} of {n} samples, lineages {foreign}"
+            )
+        try:
+            return [
+                Turn(
+                    prompt=np.asarray(prompt, np.int32),
+                    tokens=np.asarray(s["tokens"], np.int32),
+                    logprobs=np.asarray(s["logprobs"], np.float32),
+                    versions=np.asarray(s["versions"], np.int32),
+                    finish_reason=s["finish_reason"],
+                    engine=self.engine.name,
+                    timing=Timing(**timing),
+                )
+                for s in samples
+            ]
+        except (RolloutError, KeyError, TypeError) as error:
+            raise EpisodeError("errored", f"malformed answer: {error}") from error
+
+    def episode(self, context: _Context, turns: list[Turn]) -> Episode:
+        try:
+            return Episode(
+                uid=context.uid,
+                group_id=str(self.group.gid),
+                index=context.index,
+                lineage=self.group.version.lineage,
+                dispatch_version=self.group.version.number,
+                turns=tuple(turns),
+                started_s=self.group.opened_s,
+                ended_s=time.monotonic(),
+            )
+        except RolloutError as error:
+            raise EpisodeError("errored", f"malformed episode: {error}") from error
+
+
+async def _collect(tasks: Sequence[asyncio.Future[Episode]], on_episode: OnEpisode, on_loss: OnLoss) -> None:
+    """Report members as they end; an engine failure in any of them is the whole group's."""
+    index_of = {task: index for index, task in enumerate(tasks)}
+    pending = set(tasks)
+    while pending:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        for task in sorted(done, key=lambda t: index_of[t]):
+            error = task.exception()
+            if error is None:
+                on_episode(index_of[task], task.result())
+            elif isinstance(error, EpisodeError):
+                on_loss(index_of[task], error.fate, error.reason)
+            else:
+                raise error
+
+
+def _join(turn: Turn, more: Turn) -> Turn:
+    """A turn and its continuation as one turn."""
+    return dataclasses.replace(
+        turn,
+        tokens=np.concatenate([turn.tokens, more.tokens]),
+        logprobs=np.concatenate([turn.logprobs, more.logprobs]),
+        versions=np.concatenate([turn.versions, more.versions]),
+        finish_reason=more.finish_reason,
+        timing=turn.timing + more.timing,
+    )

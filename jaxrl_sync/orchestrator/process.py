@@ -1,0 +1,98 @@
+"""The orchestrator process: finds hub and trainer, runs the loop, writes the summary. Never imports jax."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from jaxrl_sync.config.process import ProcessContext
+from jaxrl_sync.orchestrator.config import LoopConfig, loop_config
+from jaxrl_sync.orchestrator.errors import LoopError
+from jaxrl_sync.orchestrator.loop import Loop, Parts
+from jaxrl_sync.orchestrator.rundir import write_summary
+from jaxrl_sync.orchestrator.threads import in_thread
+from jaxrl_sync.orchestrator.trainer_link import TrainerInfo, TrainerLink
+from jaxrl_sync.tasks.protocol import Task
+from jaxrl_sync.tasks.registry import make_task
+from jaxrl_sync.transfer.hub.client import HubClient
+
+_HELLO_S = 30.0
+
+
+def run(context: ProcessContext) -> None:
+    """Run the loop of ``context.config`` to its end; raises a ``UserError`` that names the cause otherwise.
+
+    Returns early, without an error, only if ``context.stop`` was set before the trainer was there.
+    """
+    config = loop_config(context.config)
+    task = make_task(context.config.task.name, dict(context.config.task.args))
+    hub_url = context.wait_hub(config.start_timeout_s)
+    with HubClient(hub_url, context.token_file, timeout_s=config.hub_timeout_s) as hub:
+        lease = hub.register("orchestrator", context.name, ttl_s=context.config.hub.ttl_s)
+        context.announce()
+        with lease:
+            asyncio.run(_run(context, config, task, hub))
+
+
+async def _run(context: ProcessContext, config: LoopConfig, task: Task, hub: HubClient) -> None:
+    timeline = context.open_timeline()
+    link: TrainerLink | None = None
+    try:
+        link = await _connect_trainer(context, config, hub)
+        if link is None:
+            return
+        state = await link.connect()
+        parts = Parts(
+            task=task,
+            task_seed=context.config.task.seed,
+            hub=hub,
+            link=link,
+            token=hub.token,
+            run_dir=context.run_dir,
+            timeline=timeline,
+            stop=context.stop,
+        )
+        await _run_loop(context, config, parts, state)
+    finally:
+        if link is not None:
+            link.close()
+        timeline.close()
+
+
+async def _run_loop(context: ProcessContext, config: LoopConfig, parts: Parts, state: Any) -> None:
+    loop = Loop(config, parts, state)
+    cause = "done"
+    try:
+        await loop.run()
+    except BaseException as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        write_summary(context.run_dir, loop.summary(cause))
+
+
+async def _connect_trainer(context: ProcessContext, config: LoopConfig, hub: HubClient) -> TrainerLink | None:
+    """Wait for every trainer process to register; None if the process is asked to stop meanwhile."""
+    wanted = context.config.trainer.processes
+    slice_s, waited_s = 1.0, 0.0
+    while not context.stop.is_set():
+        members = await in_thread(
+            hub.members, "trainer", timeout_s=config.hub_timeout_s + _HELLO_S, what="the hub"
+        )
+        if len(members) >= wanted:
+            infos = [TrainerInfo.of(m.name, m.info) for m in sorted(members, key=lambda m: m.rank)]
+            return TrainerLink(infos, lambda name: _lookup(hub, name), token=hub.token, run_id=hub.run_id)
+        if waited_s > config.start_timeout_s:
+            raise LoopError(
+                f"{len(members)} of {wanted} trainer processes after {config.start_timeout_s:g} s"
+            )
+        await asyncio.sleep(slice_s)
+        waited_s += slice_s
+    return None
+
+
+def _lookup(hub: HubClient, name: str) -> TrainerInfo:
+    for member in hub.members("trainer"):
+        if member.name == name:
+            return TrainerInfo.of(member.name, member.info)
+    raise ConnectionError(f"trainer process {name} is not registered")

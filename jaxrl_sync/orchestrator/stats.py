@@ -1,0 +1,200 @@
+"""Numbers of the run: one metrics row per step and per evaluation, the progress and the summary."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl_sync.batch.connection import Ack
+from jaxrl_sync.orchestrator.book import Book
+from jaxrl_sync.orchestrator.eval_sink import EvalResult
+from jaxrl_sync.orchestrator.logger import percentile, rss_bytes, spread
+from jaxrl_sync.orchestrator.policy import Policy
+from jaxrl_sync.orchestrator.train_sink import BatchFacts
+from jaxrl_sync.orchestrator.weight_watcher import Swap
+
+STALL_KEY = "stall_s"
+
+
+class RunStats:
+    """Accumulates over one attempt. No I/O; the caller writes what it returns."""
+
+    def __init__(self, book: Book, policy: Policy, steps: int) -> None:
+        self._book, self._policy, self._steps = book, policy, steps
+        self.began_at, self._began = time.time(), time.monotonic()
+        self._first_group: float | None = None
+        self.swaps: list[Swap] = []
+        self._new_swaps: list[Swap] = []
+        self.stalls_s: list[float] = []
+        self.staleness: collections.Counter[int] = collections.Counter()
+        self.samples = self.multi_version = self.loss_tokens = 0
+        self.evals: list[EvalResult] = []
+        self.reward: float | None = None
+        self.steps_done = 0
+        self._last_step_t = time.monotonic()
+
+    def on_swap(self, swap: Swap) -> None:
+        """An engine took a version."""
+        self.swaps.append(swap)
+        self._new_swaps.append(swap)
+
+    def on_step(self, facts: BatchFacts, ack: Ack, ack_s: float, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """The metrics row of one acknowledged step."""
+        self.staleness.update(facts.staleness)
+        self.samples += facts.samples
+        self.multi_version += facts.multi_version
+        self.loss_tokens += facts.loss_tokens
+        self.reward, self.steps_done = facts.reward_mean, self.steps_done + 1
+        if STALL_KEY in ack.metrics:
+            self.stalls_s.append(float(ack.metrics[STALL_KEY]))
+        now = time.monotonic()
+        step_s, self._last_step_t = now - self._last_step_t, now
+        swaps, self._new_swaps = self._new_swaps, []
+        return {
+            "kind": "step",
+            "t": time.time(),
+            "step": facts.step,
+            "lineage": ack.lineage,
+            "version": ack.number,
+            "reward": facts.reward_mean,
+            "components": dict(facts.components),
+            "samples": facts.samples,
+            "groups": facts.groups,
+            "tokens": facts.tokens,
+            "loss_tokens": facts.loss_tokens,
+            "tokens_per_s": facts.loss_tokens / step_s if step_s > 0 else 0.0,
+            "step_s": step_s,
+            "staleness": {str(k): n for k, n in facts.staleness.items()},
+            "staleness_mean": sum(k * n for k, n in facts.staleness.items()) / max(1, facts.samples),
+            "staleness_in_flight": facts.in_flight_mean,
+            "staleness_in_queue": facts.in_queue_mean,
+            "staleness_token": facts.token_staleness_mean,
+            "staleness_newest": facts.newest_staleness_mean,
+            "staleness_oldest": facts.oldest_staleness_mean,
+            "multi_version_fraction": facts.multi_version / max(1, facts.samples),
+            "truncated_fraction": facts.truncated / max(1, facts.samples),
+            "uniform_groups": facts.uniform_groups,
+            "wait": {"batch_s": facts.wait_batch_s, "policy_s": facts.wait_policy_s, "ack_s": ack_s},
+            "sync": _sync(swaps),
+            "trainer": dict(ack.metrics),
+            "flow": self.flow(),
+            "permits": dataclasses.asdict(self._book.permits),
+            "queue": self.queue(),
+            **extra,
+        }
+
+    def on_eval(self, result: EvalResult) -> dict[str, Any]:
+        """The metrics row of one evaluation."""
+        self.evals.append(result)
+        return {
+            "kind": "eval",
+            "t": time.time(),
+            "step": result.version.number,
+            "trigger": result.trigger,
+            "lineage": result.version.lineage,
+            "version": result.version.number,
+            "accuracy": result.accuracy,
+            "reward": result.reward,
+            "samples": result.samples,
+            "missing": result.missing,
+            "errored": result.errored,
+            "seconds": result.seconds,
+        }
+
+    def flow(self) -> dict[str, Any]:
+        """Counters by kind, and why samples ended without training."""
+        counts: dict[str, Any] = {kind: dataclasses.asdict(flow) for kind, flow in self._book.flow.items()}
+        counts["reasons"] = dict(self._book.reasons)
+        counts["late"] = self._book.late
+        counts["prompts_given_up"] = self._book.prompts_given_up
+        return counts
+
+    def queue(self) -> dict[str, int]:
+        """What waits and how many bytes that holds."""
+        book = self._book
+        return {
+            "open_groups": len(book.open),
+            "ready_groups": len(book.queue),
+            "retries": len(book.retries),
+            "bytes": sum(g.nbytes for g in book.queue),
+        }
+
+    def progress(self, phase: str, tokens_generated: int) -> dict[str, Any]:
+        """What ``progress.json`` holds; ``samples`` grows while anything moves."""
+        book = self._book
+        flows = book.flow.values()
+        wall_s = max(1e-9, time.monotonic() - self._began)
+        label = self._policy.label
+        total = sum(self.staleness.values())
+        return {
+            "t": time.time(),
+            "phase": phase,
+            "step": self._policy.committed,
+            "steps": self._steps,
+            "version": None if label is None else label.number,
+            "reward": self.reward,
+            "eval_accuracy": self.evals[-1].accuracy if self.evals else None,
+            "tokens_per_s": tokens_generated / wall_s,
+            "staleness_mean": sum(k * n for k, n in self.staleness.items()) / total if total else None,
+            "inflight": book.permits.held,
+            "samples": sum(f.submitted - f.running for f in flows),
+            "queued": book.flow["train"].queued,
+            "swaps": len(self.swaps),
+            "rss_bytes": rss_bytes(),
+        }
+
+    def summary(self, tokens_generated: int, cause: str, before: float | None) -> dict[str, Any]:
+        """What ``summary.json`` holds. ``before`` is the first evaluation of an earlier attempt, if any."""
+        wall_s = time.monotonic() - self._began
+        real = [s for s in self.swaps if s.pause_s > 0]
+        accuracies = [e.accuracy for e in self.evals]
+        numbers = {s.number for s in self.swaps}
+        first = before if before is not None else next(iter(accuracies), None)
+        stale = sum(n for k, n in self.staleness.items() if k >= 1)
+        return {
+            "cause": cause,
+            "steps": self.steps_done,
+            "version": self._policy.committed,
+            "syncs": len(numbers),
+            "swaps": len(self.swaps),
+            "wall_s": wall_s,
+            "eval": {"before": first, "after": accuracies[-1] if accuracies else None},
+            "evals": [{"version": e.version.number, "accuracy": e.accuracy} for e in self.evals],
+            "tokens_per_s": tokens_generated / wall_s,
+            "tokens_generated": tokens_generated,
+            "tokens_trained": self.loss_tokens,
+            "bytes_per_sync": percentile([float(s.bytes) for s in real], 0.5) if real else None,
+            "pause_s": spread([s.pause_s for s in real]),
+            "stall_s": {**spread(self.stalls_s), "total": sum(self.stalls_s)},
+            "staleness": {str(k): n for k, n in sorted(self.staleness.items())},
+            "stale_fraction": stale / max(1, self.samples),
+            "multi_version_fraction": self.multi_version / max(1, self.samples),
+            "samples": self.samples,
+            "flow": self.flow(),
+            "permits": dataclasses.asdict(self._book.permits),
+            "identities_ok": True,
+        }
+
+
+def _sync(swaps: list[Swap]) -> dict[str, Any]:
+    """The swaps since the last row."""
+    return {
+        "swaps": len(swaps),
+        "bytes": sum(s.bytes for s in swaps),
+        "pause_s": max((s.pause_s for s in swaps), default=0.0),
+        "prepare_s": max((s.prepare_s for s in swaps), default=0.0),
+        "verify_s": max((s.verify_s for s in swaps), default=0.0),
+        "engines": [
+            {
+                "engine": s.engine,
+                "version": s.number,
+                "pause_s": s.pause_s,
+                "bytes": s.bytes,
+                "transport": s.transport,
+            }
+            for s in swaps
+        ],
+    }
