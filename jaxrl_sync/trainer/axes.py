@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ RULES: dict[str, MeshAxes] = {
 }
 
 
-def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh dp x fsdp x tp over ``devices`` (default: all of the world), processes in order along dp."""
     devices = jax.devices() if devices is None else devices
     if len(devices) != config.num_devices:

@@ -169,6 +169,6 @@ def validate_loss(bound: int, loss: LossConfig) -> None:
         )
     if loss.correction == "clip" and loss.anchor == "proximal":
         raise TrainerConfigError(
-            f"loop.staleness_bound={bound} with loss.correction='clip' and loss.anchor='proximal' leaves the "
-            "staleness uncorrected; expected anchor 'rollout', or tis_token, tis_sequence, masked_is, decoupled"
+            f"loop.staleness_bound={bound} with loss.correction='clip' and loss.anchor='proximal' leaves "
+            "the staleness uncorrected; expected anchor 'rollout' or another correction"
         )

@@ -118,8 +118,8 @@ def policy_loss(
     """Loss sum (divide by the global N) and metric sums of one micro-batch.
 
     ``logp`` and ``entropy``: float32 ``[B, S]`` of the live policy. ``batch``: ``loss_mask`` bool,
-    ``segments`` int32, ``advantages``, ``rollout_logprobs`` and, where the loss asks, ``proximal_logprobs`` and
-    ``reference_logprobs``, float32. Tokens outside the mask count nowhere and get no gradient.
+    ``segments`` int32, ``advantages``, ``rollout_logprobs`` and, where the loss asks for them,
+    ``proximal_logprobs`` and ``reference_logprobs``, float32. Tokens outside the mask count nowhere and get no gradient.
     """
     mask, advantages, mu = batch["loss_mask"], batch["advantages"], batch["rollout_logprobs"]
     limit, live = loss.max_log_ratio, jax.lax.stop_gradient(logp)

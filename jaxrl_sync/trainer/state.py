@@ -31,7 +31,7 @@ class TrainState:
 def shardings(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> Any:
     """A ``TrainState`` with a ``NamedSharding`` in place of every array."""
     params = param_shardings(model, mesh)
-    scalar = replicated(mesh)
+    scalar: Any = replicated(mesh)
     optimizer = make_optimizer(config.optimizer)
     return TrainState(
         params, state_shardings(optimizer, trainer_shapes(model), params, scalar), scalar, scalar

@@ -1,8 +1,8 @@
 """One optimizer update as two compiled functions of fixed shapes: accumulate micro-batches, then apply.
 
 ``accumulate`` adds a micro-batch's gradient *sum* and metric sums to an accumulator that it is given and
-gives back (donated); ``apply`` divides by the global token count once, updates the state in place (donated) and
-returns the accumulator zeroed. No shape depends on how many micro-batches, ranks or replicas there are.
+gives back (donated); ``apply`` divides by the global token count once, updates the state in place (donated)
+and returns the accumulator zeroed. No shape depends on how many micro-batches, ranks or replicas there are.
 """
 
 from __future__ import annotations

@@ -50,15 +50,6 @@ def data_rank(mesh: Mesh, rows: int) -> tuple[int, int]:
     return start // (stop - start), rows // (stop - start)
 
 
-def data_feeders(mesh: Mesh, rows: int) -> list[tuple[int, int]]:
-    """(process, data rank) of every process of ``mesh``, in process order."""
-    spans: dict[int, set[int]] = {}
-    for device, index in batch_sharding(mesh).devices_indices_map((rows, 1)).items():
-        spans.setdefault(device.process_index, set()).add(index[0].indices(rows)[0])
-    starts = sorted({min(s) for s in spans.values()})
-    return [(process, starts.index(min(s))) for process, s in sorted(spans.items())]
-
-
 class Trainer:
     """Owns a state on its mesh and advances it one batch at a time. Used by one thread."""
 

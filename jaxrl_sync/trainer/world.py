@@ -63,7 +63,7 @@ class World:
             self._client.key_value_set(f"{_PREFIX}/{self._round}/{self.rank}", json.dumps(dict(word)))
 
     def gather(self, word: Mapping[str, Any], timeout_s: float) -> list[dict[str, Any]]:
-        """Every rank's ``word`` of this round, in rank order; blocks until all have spoken, or ``WorldError``."""
+        """Every rank's ``word`` of this round, in rank order; ``WorldError`` if one is not in time."""
         if self.size == 1:
             return [dict(word)]
         self.say(word)
