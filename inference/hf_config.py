@@ -1,0 +1,138 @@
+"""``config.json`` of a published Qwen3 checkpoint, to and from ``DecoderConfig``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl_sync.sharding.errors import UserError
+from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig
+
+MODEL_TYPE = "qwen3"
+
+
+class CheckpointError(UserError, ValueError):
+    """A checkpoint that this decoder can't serve: names the file or tensor, what it has, what is expected."""
+
+    exit_code = 2
+
+
+class MissingCheckpointError(CheckpointError):
+    """A file of the checkpoint is not there or not readable."""
+
+    exit_code = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class HFModel:
+    """What ``config.json`` says: the decoder, the longest context it was made for, and its special ids."""
+
+    decoder: DecoderConfig
+    max_position: int
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+
+
+def parse_config(config: Mapping[str, Any]) -> HFModel:
+    """The decoder of a ``config.json`` object. Raises CheckpointError for what it can't compute exactly."""
+    kind = config.get("model_type")
+    if kind != MODEL_TYPE:
+        why = (
+            "its attention has no per-head q_norm and k_norm, which this decoder applies"
+            if kind in ("llama", "qwen2", "mistral", "gemma")
+            else "this decoder computes dense Qwen3 models only"
+        )
+        raise CheckpointError(f"config.json: model_type {kind!r} is not supported ({why}); expected 'qwen3'")
+    _refuse_variants(config)
+    heads = _integer(config, "num_attention_heads")
+    return HFModel(
+        decoder=DecoderConfig(
+            vocab_size=_integer(config, "vocab_size"),
+            num_layers=_integer(config, "num_hidden_layers"),
+            d_model=_integer(config, "hidden_size"),
+            num_heads=heads,
+            num_kv_heads=_integer(config, "num_key_value_heads", heads),
+            head_dim=_integer(config, "head_dim", _integer(config, "hidden_size") // heads),
+            d_ff=_integer(config, "intermediate_size"),
+            rope_theta=_rope_theta(config),
+            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        ),
+        max_position=_integer(config, "max_position_embeddings", 32768),
+        eos_ids=_ids(config.get("eos_token_id")),
+        bos_id=next(iter(_ids(config.get("bos_token_id"))), None),
+    )
+
+
+def render_config(
+    cfg: DecoderConfig,
+    dtype: str,
+    max_position: int,
+    eos_ids: tuple[int, ...] = (),
+    pad_id: int | None = None,
+) -> dict[str, Any]:
+    """The ``config.json`` object of a decoder; ``dtype`` is ``float32``, ``bfloat16`` or ``float16``."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": MODEL_TYPE,
+        "vocab_size": cfg.vocab_size,
+        "hidden_size": cfg.d_model,
+        "intermediate_size": cfg.d_ff,
+        "num_hidden_layers": cfg.num_layers,
+        "num_attention_heads": cfg.num_heads,
+        "num_key_value_heads": cfg.num_kv_heads,
+        "head_dim": cfg.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
+        "rms_norm_eps": cfg.norm_eps,
+        "rope_theta": cfg.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": cfg.rope_theta},
+        "max_position_embeddings": max_position,
+        "tie_word_embeddings": cfg.tied_embeddings,
+        "torch_dtype": dtype,
+        "dtype": dtype,
+        "eos_token_id": list(eos_ids) if len(eos_ids) > 1 else next(iter(eos_ids), None),
+        "pad_token_id": pad_id,
+        "use_cache": True,
+    }
+
+
+def _refuse_variants(config: Mapping[str, Any]) -> None:
+    plain: dict[str, tuple[Any, ...]] = {
+        "hidden_act": (None, "silu"),
+        "attention_bias": (None, False),
+        "use_sliding_window": (None, False),
+        "quantization_config": (None,),
+    }
+    for name, allowed in plain.items():
+        if config.get(name) not in allowed:
+            raise CheckpointError(
+                f"config.json: {name}={config[name]!r} is not supported, expected {allowed[-1]!r}"
+            )
+    for name in ("rope_scaling", "rope_parameters"):
+        scaling = config.get(name) or {}
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        if kind != "default":
+            raise CheckpointError(
+                f"config.json: {name} of type {kind!r} is not supported, expected 'default'"
+            )
+
+
+def _rope_theta(config: Mapping[str, Any]) -> float:
+    nested = config.get("rope_parameters") or {}
+    return float(nested.get("rope_theta", config.get("rope_theta", 10_000.0)))
+
+
+def _integer(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = config.get(name)
+    value = default if value is None else value
+    if type(value) is not int or value < 1:
+        raise CheckpointError(f"config.json: {name}={value!r}, expected an integer >= 1")
+    return value
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    return tuple(i for i in (value if isinstance(value, list) else [value]) if type(i) is int)
