@@ -53,7 +53,7 @@ def table(folder: Path) -> str:
 
 def _line(label: str, rows: list[dict[str, Any]]) -> str:
     def mean(key: str) -> float:
-        return statistics.mean(row[key] for row in rows)
+        return statistics.mean(float(row[key]) for row in rows)
 
     seeds = ", ".join(str(row["seed"]) for row in rows)
     each = ", ".join(f"{row['after']:.2f}" for row in rows)

@@ -1,4 +1,4 @@
-"""Runs the default config asynchronously and synchronously with seeds 0, 1, 2; prints and records both sides."""
+"""Runs the default config asynchronously and synchronously, seeds 0, 1, 2; prints and records both."""
 
 from __future__ import annotations
 

@@ -1,0 +1,84 @@
+"""``jaxrl-sync engine CONFIG``: one engine that serves a checkpoint or random weights, without a run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from jaxrl_sync.config import ConfigError, MissingFileError, RunConfig, load
+from jaxrl_sync.launch.environment import role_environment
+
+
+def serve(options: argparse.Namespace, overrides: Mapping[str, Any]) -> int:
+    """Serve until SIGTERM or SIGINT; prints the URL and the token file. Returns the exit code."""
+    config = load(options.standalone, overrides)
+    if not options.random_weights and options.checkpoint is None:
+        raise ConfigError("engine CONFIG needs the weights to serve: --checkpoint DIR or --random-weights")
+    checkpoint = Path(options.checkpoint) if options.checkpoint is not None else None
+    if checkpoint is not None and not checkpoint.is_dir():
+        raise MissingFileError(f"--checkpoint {checkpoint}: no such folder")
+    if config.engine.processes > 1:
+        raise ConfigError(f"engine.processes={config.engine.processes}: an engine alone is one process")
+    os.environ.update(role_environment(os.environ, config.engine))  # before jax is imported
+    from jaxrl_sync.config.convert import to_decoder, to_engine
+    from jaxrl_sync.inference.server import ServerConfig
+    from jaxrl_sync.inference.standalone import Standalone, serve_standalone
+
+    token_file = Path(options.token_file or Path(config.run.root) / "engine-token")
+    port = options.port if options.port is not None else config.engine.port
+    serve_standalone(
+        Standalone(
+            engine=to_engine(config),
+            model=to_decoder(config),
+            checkpoint=checkpoint,
+            tokenizer=config.model.tokenizer or (None if checkpoint else _task_alphabet(config)),
+            tp=config.engine.devices,
+            dtype=config.engine.dtype,
+        ),
+        token=_token(token_file),
+        server=ServerConfig(host=config.run.host, port=port),
+        stop=_stop_event(),
+        announce=lambda url: print(f"serving on {url}, token file {token_file.absolute()}", flush=True),
+    )
+    return 0
+
+
+def _task_alphabet(config: RunConfig) -> str | None:
+    """The task's own characters as a tokenizer spec, so that random weights of a run's shape can be talked to."""
+    from jaxrl_sync.inference.tokenizer import CharTokenizer
+    from jaxrl_sync.tasks.registry import make_task
+
+    tokenizer = make_task(config.task.name, config.task.args).tokenizer
+    return f"char:{tokenizer.alphabet}" if isinstance(tokenizer, CharTokenizer) else None
+
+
+def _token(path: Path) -> str:
+    """The token in ``path``, made there if the file does not exist."""
+    from jaxrl_sync.transfer.auth import create_token, load_token
+
+    if path.exists():
+        return load_token(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return create_token(path)
+
+
+def _stop_event() -> threading.Event:
+    """Set by the first SIGTERM or SIGINT; the second ends the process."""
+    stop = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            sys.stderr.flush()
+            os._exit(130)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    return stop
