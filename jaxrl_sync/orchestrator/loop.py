@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +144,7 @@ class Loop:
             self.phase = "ended" if cause == "done" else "failed"
             await self._close()
             self.book.check()
-            summary = self._summary(cause)
-        return summary
+        return self.summary(cause)
 
     def collect(self) -> dict[str, Any]:
         """The progress of this moment; checks every identity of the accounting on the way."""
@@ -160,10 +159,7 @@ class Loop:
         }
 
     def summary(self, cause: str) -> dict[str, Any]:
-        """The summary up to now."""
-        return self._summary(cause)
-
-    def _summary(self, cause: str) -> dict[str, Any]:
+        """The summary up to now; ``cause`` says how the run ended."""
         first = next((r for r in self.metrics.earlier if r.get("kind") == "eval"), None)
         before = None if first is None else float(first["accuracy"])
         numbers = self.stats.summary(self.dispatcher.tokens_generated, cause, before)
@@ -175,7 +171,7 @@ class Loop:
         }
 
     def _first_eval(self) -> None:
-        """The base version is evaluated first; after a resume only an evaluation that got lost comes again."""
+        """The base version is evaluated first; a resumed run repeats only an evaluation that got lost."""
         every, number = self.config.eval.every_steps, self._began_number
         if number == 0 or (every and number % every == 0):
             self.eval_sink.trigger(number)
@@ -286,6 +282,3 @@ def _failure_of(name: str, task: asyncio.Task[None], endless: bool) -> BaseExcep
     if error is None and endless:
         return LoopError(f"{name} ended although it has no end")
     return error
-
-
-OnEnd = Callable[[dict[str, Any]], None]

@@ -7,13 +7,14 @@ from typing import Any
 
 from jaxrl_sync.config.process import ProcessContext
 from jaxrl_sync.orchestrator.config import LoopConfig, loop_config
-from jaxrl_sync.orchestrator.errors import LoopError
+from jaxrl_sync.orchestrator.errors import DeadlineError
 from jaxrl_sync.orchestrator.loop import Loop, Parts
 from jaxrl_sync.orchestrator.rundir import write_summary
 from jaxrl_sync.orchestrator.threads import in_thread
 from jaxrl_sync.orchestrator.trainer_link import TrainerInfo, TrainerLink
 from jaxrl_sync.tasks.protocol import Task
 from jaxrl_sync.tasks.registry import make_task
+from jaxrl_sync.transfer.errors import PeerLost
 from jaxrl_sync.transfer.hub.client import HubClient
 
 _HELLO_S = 30.0
@@ -76,14 +77,13 @@ async def _connect_trainer(context: ProcessContext, config: LoopConfig, hub: Hub
     wanted = context.config.trainer.processes
     slice_s, waited_s = 1.0, 0.0
     while not context.stop.is_set():
-        members = await in_thread(
-            hub.members, "trainer", timeout_s=config.hub_timeout_s + _HELLO_S, what="the hub"
-        )
+        timeout_s = config.hub_timeout_s + _HELLO_S
+        members = await in_thread(hub.members, "trainer", timeout_s=timeout_s, what="the hub")
         if len(members) >= wanted:
             infos = [TrainerInfo.of(m.name, m.info) for m in sorted(members, key=lambda m: m.rank)]
             return TrainerLink(infos, lambda name: _lookup(hub, name), token=hub.token, run_id=hub.run_id)
         if waited_s > config.start_timeout_s:
-            raise LoopError(
+            raise DeadlineError(
                 f"{len(members)} of {wanted} trainer processes after {config.start_timeout_s:g} s"
             )
         await asyncio.sleep(slice_s)
@@ -95,4 +95,4 @@ def _lookup(hub: HubClient, name: str) -> TrainerInfo:
     for member in hub.members("trainer"):
         if member.name == name:
             return TrainerInfo.of(member.name, member.info)
-    raise ConnectionError(f"trainer process {name} is not registered")
+    raise PeerLost(f"trainer process {name} is not registered")
