@@ -1,0 +1,170 @@
+"""The source's side of a correspondence: cast, compute and copy the leaves that travel."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_sync.sharding.box import Box
+from jaxrl_sync.sharding.errors import MappingError
+from jaxrl_sync.sharding.interpret import NodeKey, evaluate
+from jaxrl_sync.sharding.layout import Layout, Placement, Shard, TensorLayout, dtype_of
+from jaxrl_sync.sharding.paths import leaves_by_path, nearest
+
+if TYPE_CHECKING:
+    from jaxrl_sync.sharding.correspondence import Correspondence, Leaf
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """The traced conversion, and where in it the computed leaves (by name) are."""
+
+    closed: ClosedJaxpr
+    paths: tuple[str, ...]
+    nodes: dict[str, NodeKey]
+
+
+def _sharding_parent(leaf: Leaf, shapes: dict[str, tuple[int, ...]]) -> str | None:
+    """The parameter whose sharding a computed leaf takes over: the first of its shape, else None."""
+    return next((p for p in leaf.params if shapes[p] == leaf.shape), None)
+
+
+def _largest(leaf: Leaf, shapes: dict[str, tuple[int, ...]], known: Any) -> str:
+    """The parameter whose devices a computed leaf without a parent of its shape is spread over."""
+    params = leaf.params or tuple(sorted(known))
+    return max(params, key=lambda p: (math.prod(shapes[p]), p))
+
+
+def _spread_dim(shape: tuple[int, ...], devices: int) -> int | None:
+    """The first dimension that divides over the devices; None: replicate."""
+    return next((d for d, n in enumerate(shape) if n >= devices and n % devices == 0), None)
+
+
+def export_layout(corr: Correspondence, source: Layout) -> Layout:
+    """See `Correspondence.export_layout_of`."""
+    shapes = {path: shape for path, (shape, _) in corr.params.items()}
+    tensors = {}
+    for leaf in corr.exported:
+        if leaf.kind == "param":
+            if source[leaf.path].shape != leaf.shape:
+                found = source[leaf.path].shape
+                raise MappingError(f"{leaf.path!r} has shape {found} in the layout, {leaf.shape} when traced")
+            placement = source[leaf.path].placement
+        elif (parent := _sharding_parent(leaf, shapes)) is not None:
+            placement = source[parent].placement
+        else:
+            placement = _spread(leaf, source[_largest(leaf, shapes, corr.params)].placement)
+        tensors[leaf.name] = TensorLayout(leaf.dtype, placement)
+    return Layout(tensors)
+
+
+def _spread(leaf: Leaf, base: Placement) -> Placement:
+    shards = sorted(base.shards, key=lambda s: s.device)
+    dim = _spread_dim(leaf.shape, len(shards))
+    whole = Box.whole(leaf.shape)
+    made = []
+    for i, shard in enumerate(shards):
+        if dim is None:
+            box = whole
+        else:
+            step = leaf.shape[dim] // len(shards)
+            start = tuple(i * step if d == dim else 0 for d in range(len(leaf.shape)))
+            stop = tuple((i + 1) * step if d == dim else n for d, n in enumerate(leaf.shape))
+            box = Box(start, stop)
+        made.append(Shard(shard.device, shard.process, box))
+    return Placement(leaf.shape, tuple(made))
+
+
+def export(corr: Correspondence, params: Any) -> dict[str, Any]:
+    """See `Correspondence.export`."""
+    arrays = leaves_by_path(params, "export")
+    for path, (shape, dtype) in corr.params.items():
+        if path not in arrays:
+            raise MappingError(f"export: no parameter {path!r}{nearest(path, arrays)}")
+        found = arrays[path]
+        if (tuple(found.shape), str(np.dtype(found.dtype))) != (shape, dtype):
+            raise MappingError(
+                f"export: {path!r} is {np.dtype(found.dtype)}{list(found.shape)}, traced {dtype}{list(shape)}"
+            )
+    exported: dict[str, Any] = {}
+    for names, used in _groups(corr, arrays):
+        inputs = {p: arrays[p] for p in used}
+        key = (names, tuple(a.sharding for a in inputs.values()))
+        if key not in corr._export_cache:
+            corr._export_cache[key] = _compiled(corr, names, inputs)
+        exported.update(corr._export_cache[key](inputs))
+    return {leaf.name: exported[leaf.name] for leaf in corr.exported}
+
+
+def _groups(corr: Correspondence, arrays: dict[str, Any]) -> list[tuple[tuple[str, ...], list[str]]]:
+    """(leaf names, parameters they need) per set of devices: one jitted program runs on one set."""
+    groups: dict[Any, list[Leaf]] = {}
+    for leaf in corr.exported:
+        needed = leaf.params or tuple(corr.params)[:1]
+        sets = {arrays[p].sharding.device_set for p in needed if p in arrays}
+        frozen = {frozenset(s) for s in sets}
+        if len(frozen) != 1:
+            raise MappingError(
+                f"computed leaf {leaf.name!r} needs parameters from {len(frozen)} sets of devices"
+            )
+        groups.setdefault(frozen.pop(), []).append(leaf)
+    return [
+        (tuple(leaf.name for leaf in leaves), sorted({p for leaf in leaves for p in leaf.params}))
+        for leaves in groups.values()
+    ]
+
+
+def _compiled(
+    corr: Correspondence, names: tuple[str, ...], inputs: dict[str, Any]
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    leaves = {leaf.name: leaf for leaf in corr.exported if leaf.name in set(names)}
+    computed = [leaf for leaf in leaves.values() if leaf.kind == "computed"]
+    if computed and corr.program is None:
+        raise MappingError(
+            f"leaf {computed[0].name!r} is computed ({computed[0].reason}); a correspondence that came as "
+            "bytes has no program for it: bind(convert, source, target) gives it one"
+        )
+    shapes = {path: shape for path, (shape, _) in corr.params.items()}
+
+    def build(given: dict[str, Any]) -> dict[str, Any]:
+        nodes = _evaluate(corr, computed, given) if computed else {}
+        result = {}
+        for name, leaf in leaves.items():
+            value = given[leaf.path] if leaf.kind == "param" else nodes[name]
+            for dtype in leaf.casts:
+                value = value.astype(dtype_of(dtype))
+            result[name] = jax.numpy.copy(value)
+        return result
+
+    out = {name: _out_sharding(leaf, shapes, inputs) for name, leaf in leaves.items()}
+    return jax.jit(build, out_shardings=out)
+
+
+def _evaluate(corr: Correspondence, computed: list[Leaf], given: dict[str, Any]) -> dict[str, Any]:
+    program: Program = corr.program
+    args = [
+        given[p] if p in given else jax.numpy.zeros(corr.params[p][0], dtype_of(corr.params[p][1]))
+        for p in program.paths
+    ]
+    base = {leaf.name: program.nodes[leaf.name] for leaf in computed}
+    _, found = evaluate(program.closed, args, set(base.values()))
+    return {name: found[node] for name, node in base.items()}
+
+
+def _out_sharding(leaf: Leaf, shapes: dict[str, tuple[int, ...]], inputs: dict[str, Any]) -> Any:
+    if leaf.kind == "param":
+        return inputs[leaf.path].sharding
+    if (parent := _sharding_parent(leaf, shapes)) is not None:
+        return inputs[parent].sharding
+    sharding = inputs[_largest(leaf, shapes, inputs)].sharding
+    devices = sorted(sharding.device_set, key=lambda d: d.id)
+    dim = _spread_dim(leaf.shape, len(devices))
+    spec = PartitionSpec(*(None,) * (dim or 0), "all") if dim is not None else PartitionSpec()
+    return NamedSharding(Mesh(np.array(devices), ("all",)), spec)
