@@ -51,7 +51,7 @@ def serve(options: argparse.Namespace, overrides: Mapping[str, Any]) -> int:
 
 
 def _task_alphabet(config: RunConfig) -> str | None:
-    """The task's own characters as a tokenizer spec, so that random weights of a run's shape can be talked to."""
+    """The task's own characters as a tokenizer spec: how to talk to random weights of a run's shape."""
     from jaxrl_sync.inference.tokenizer import CharTokenizer
     from jaxrl_sync.tasks.registry import make_task
 

@@ -1,0 +1,103 @@
+"""The report of finished, unfinished and empty runs; it reads files only and never loads jax."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxrl_sync.cli import main
+from jaxrl_sync.report.data import read_run
+from jaxrl_sync.report.page import SECTIONS, render
+
+
+def step_row(step: int) -> dict[str, Any]:
+    engines = [
+        {"engine": e, "version": step, "pause_s": 1e-3, "bytes": 1000, "transport": "shm"} for e in ("a", "b")
+    ]
+    return {
+        "kind": "step",
+        "step": step,
+        "version": step,
+        "reward": 0.1 * step,
+        "staleness": {"0": 1, "2": 3},
+        "trainer": {"mismatch_kl": 1e-4 * step, "loss": 0.1},
+        "sync": {"swaps": 2, "engines": engines},
+    }
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (tmp_path / "config.toml").write_text("[run]\nname = 'x <&> y'\n")
+    return tmp_path
+
+
+def fill(run_dir: Path) -> None:
+    rows = [step_row(1), step_row(2), {"kind": "eval", "version": 2, "accuracy": 0.5}]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"kind": "st')
+    (run_dir / "timeline").mkdir()
+    spans = [
+        {"t0": 10.0, "t1": 11.0, "kind": "train", "step": 1},
+        {"t0": 11.0, "t1": 11.5, "kind": "publish"},
+    ]
+    (run_dir / "timeline" / "trainer-0.jsonl").write_text("".join(json.dumps(r) + "\n" for r in spans))
+    (run_dir / "events.jsonl").write_text(
+        json.dumps({"t": 1.0, "event": "restart", "process": "engine-0", "detail": "<killed>"}) + "\n"
+    )
+
+
+def test_the_rows_of_a_run_and_not_its_torn_last_line(run_dir: Path) -> None:
+    fill(run_dir)
+    run = read_run(run_dir)
+    assert [row["step"] for row in run.steps] == [1, 2] and len(run.evals) == 1
+    assert run.staleness() == {0: 2, 2: 6}
+    assert [(s["step"], s["engine"]) for s in run.syncs()] == [(1, "a"), (1, "b"), (2, "a"), (2, "b")]
+    assert not run.finished
+
+
+def test_the_page_has_every_section_with_a_picture_inside(run_dir: Path) -> None:
+    fill(run_dir)
+    page = render(read_run(run_dir))
+    assert re.findall(r"<h2>(\w+)", page) == ["Learning", "Staleness", "Timeline", "Mismatch", "Weight"] + [
+        "Processes",
+        "Config",
+    ]
+    assert len(re.findall(r'<img alt="[^"]+" src="data:image/(?:svg\+xml|png);base64,', page)) == len(
+        SECTIONS
+    )
+    assert "&lt;killed&gt;" in page and "x &lt;&amp;&gt; y" in page
+    assert "(not finished)" in page
+    assert not re.search(r'(?:src|href)="?http', page)
+
+
+def test_a_run_that_has_only_begun_still_has_a_page(run_dir: Path) -> None:
+    page = render(read_run(run_dir))
+    assert page.count("Nothing recorded yet.") == len(SECTIONS)
+
+
+def test_a_finished_run_shows_its_summary(run_dir: Path) -> None:
+    (run_dir / "summary.json").write_text('{"steps": 7, "eval": {"before": 0.0, "after": 0.75}}')
+    page = render(read_run(run_dir))
+    assert "(finished)" in page and "before: 0, after: 0.75" in page
+
+
+def test_the_command_writes_the_page_without_jax(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(run_dir)
+    program = f"import sys; from jaxrl_sync.cli import main\ncode = main(['report', {str(run_dir)!r}])\n"
+    program += "assert 'jax' not in sys.modules; sys.exit(code)\n"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, str(run_dir / "report.html")), done.stderr
+    assert main(["report", str(run_dir), "--out", str(run_dir / "other.html")]) == 0
+    assert (run_dir / "other.html").stat().st_size > 10_000
+
+
+def test_a_directory_that_is_not_a_run_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(tmp_path)]) == 3
+    assert capsys.readouterr().err.count("\n") == 1
