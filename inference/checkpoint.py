@@ -36,6 +36,8 @@ from jaxrl_sync.inference.hf_convert import (
     tensor_shapes,
     trainer_block,
 )
+from jaxrl_sync.inference.hf_tokenizer import write_char_tokenizer
+from jaxrl_sync.inference.tokenizer import CharTokenizer
 from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig, Tree, engine_abstract, kv_groups
 
 INDEX = "model.safetensors.index.json"
@@ -142,14 +144,14 @@ def write_checkpoint(
     max_position: int = 32768,
     eos_ids: tuple[int, ...] = (),
     pad_id: int | None = None,
-    tokenizer_folder: Path | None = None,
+    tokenizer: Path | CharTokenizer | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Writes ``folder`` so that this project and others load it. It appears whole or not at all.
 
     ``dtype`` None keeps each tensor's. Files hold at most ``max_file_bytes`` each (or one tensor), which is
-    also the host memory it takes. Tokenizer files are copied from ``tokenizer_folder``. Raises
-    CheckpointError when ``folder`` exists.
+    also the host memory it takes. ``tokenizer`` is written too: the files of a folder, or a character
+    tokenizer as such files. Raises CheckpointError when ``folder`` exists.
     """
     if folder.exists():
         raise CheckpointError(f"{folder} exists; a checkpoint is written to a new folder")
@@ -159,14 +161,20 @@ def write_checkpoint(
         kept = _write_files(partial, tensors, dtype, max_file_bytes)
         config = render_config(cfg, kept, max_position, eos_ids, pad_id)
         _write_json(partial / "config.json", config)
-        for name in _TOKENIZER_FILES if tokenizer_folder is not None else ():
-            source = Path(tokenizer_folder or "") / name
-            if source.is_file():
-                shutil.copyfile(source, partial / name)
+        if isinstance(tokenizer, CharTokenizer):
+            write_char_tokenizer(tokenizer, partial)
+        elif tokenizer is not None:
+            _copy_tokenizer(tokenizer, partial)
         partial.replace(folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    for name in _TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 def _write_files(folder: Path, tensors: Iterable[tuple[str, Array]], dtype: Any, max_file_bytes: int) -> str:

@@ -8,7 +8,19 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxrl_sync.inference.tokenizer import REPLACEMENT, Detokenizer, TokenizerError
+from jaxrl_sync.inference.tokenizer import (
+    BOS,
+    BOS_ID,
+    EOS,
+    EOS_ID,
+    NUM_SPECIAL,
+    PAD,
+    PAD_ID,
+    REPLACEMENT,
+    CharTokenizer,
+    Detokenizer,
+    TokenizerError,
+)
 
 if TYPE_CHECKING:
     import tokenizers
@@ -56,7 +68,11 @@ class HFTokenizer:
         return _assemble(core, file.parent)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        return list(self.core.encode(text, add_special_tokens=add_special_tokens).ids)
+        """Ids of ``text``; TokenizerError where the vocabulary has no id and no unknown token."""
+        try:
+            return list(self.core.encode(text, add_special_tokens=add_special_tokens).ids)
+        except Exception as error:  # the library raises bare Exception
+            raise TokenizerError(f"tokenizer can't encode {text[:60]!r}: {error}") from None
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self.core.decode(list(ids), skip_special_tokens=skip_special_tokens))
@@ -69,7 +85,10 @@ class HFTokenizer:
 
     def can_encode(self, text: str) -> bool:
         """Whether ``text`` survives a round trip: an unknown-token id would lose it."""
-        return self.decode(self.encode(text), skip_special_tokens=False).strip() == text.strip()
+        try:
+            return self.decode(self.encode(text), skip_special_tokens=False).strip() == text.strip()
+        except TokenizerError:
+            return False
 
     def stream(self) -> Detokenizer:
         return _Stream(self)
@@ -106,6 +125,25 @@ class _Stream:
         out = text[self._emitted_chars :]
         self._emitted_chars = len(text)
         return out
+
+
+def write_char_tokenizer(tokenizer: CharTokenizer, folder: Path) -> None:
+    """Writes a character tokenizer as ``tokenizer.json`` with the same ids, for checkpoints that others load.
+
+    The padding of its vocabulary is not written: ids past the alphabet stand for no text.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    vocab = {PAD: PAD_ID, BOS: BOS_ID, EOS: EOS_ID}
+    vocab |= {char: i for i, char in enumerate(tokenizer.alphabet, start=NUM_SPECIAL)}
+    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    core.add_special_tokens([AddedToken(name, special=True) for name in (PAD, BOS, EOS)])
+    core.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
+    config = {**names, "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _assemble(core: tokenizers.Tokenizer, folder: Path) -> HFTokenizer:

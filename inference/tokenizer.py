@@ -71,7 +71,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of ``ids``. Ids that stand for no text become U+FFFD."""
+        """Text of ``ids``. Ids that stand for no text become U+FFFD or nothing."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -30,6 +30,7 @@ from jaxrl_sync.inference.hf_config import (
     render_config,
 )
 from jaxrl_sync.inference.hf_convert import tensor_shapes, trainer_block
+from jaxrl_sync.inference.tokenizer import CharTokenizer, TokenizerError, load_tokenizer
 from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig, convert, trainer_shapes
 
 TINY = DecoderConfig(
@@ -244,12 +245,25 @@ def test_config_round_trip_and_both_places_of_rope_theta() -> None:
     assert parse_config(config).decoder.rope_theta == 5e5
 
 
+def test_char_tokenizer_is_written_with_the_same_ids(tmp_path: Path) -> None:
+    chars = CharTokenizer("0123456789+= \n", size=24)
+    save_trainer(tmp_path / "ckpt", trainer_tree(TINY), TINY, tokenizer=chars)
+    read = load_tokenizer(str(tmp_path / "ckpt"))
+    ids = chars.encode("12 + 30=\n42")
+    assert read.encode("12 + 30=\n42") == ids
+    assert read.decode([1, *ids, 2]) == "12 + 30=\n42" == "".join(read.stream().push([i]) for i in ids)
+    assert (read.vocab_size, read.bos_id, read.eos_ids, read.pad_id) == (17, 1, (2,), 0)
+    assert read.decode([20]) in ("", "\ufffd") and not read.can_encode("x")
+    with pytest.raises(TokenizerError, match="can't encode 'x'"):
+        read.encode("x")
+
+
 def test_tokenizer_files_travel_with_the_weights(tmp_path: Path) -> None:
     source = tmp_path / "tok"
     source.mkdir()
     (source / "tokenizer.json").write_text("{}")
     (source / "unrelated.bin").write_text("x")
-    save_trainer(tmp_path / "ckpt", trainer_tree(TINY), TINY, tokenizer_folder=source)
+    save_trainer(tmp_path / "ckpt", trainer_tree(TINY), TINY, tokenizer=source)
     assert sorted(p.name for p in (tmp_path / "ckpt").iterdir()) == [
         "config.json",
         "model.safetensors",
