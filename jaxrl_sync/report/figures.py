@@ -61,8 +61,8 @@ def staleness(run: RunData) -> Figure | None:
 
 
 def mismatch(run: RunData) -> Figure | None:
-    """Divergence between the log-probs of the engine and those of the trainer, per step."""
-    keys = sorted({key for row in run.steps for key in row.get("trainer", {}) if "kl" in key})
+    """KL between engine and trainer log-probs of the trained tokens, per step (estimators k1 and k3)."""
+    keys = sorted({key for row in run.steps for key in row.get("trainer", {}) if "mismatch" in key})
     if not keys:
         return None
     figure, axes = _axes("update", "nats per token")

@@ -26,7 +26,7 @@ def step_row(step: int) -> dict[str, Any]:
         "version": step,
         "reward": 0.1 * step,
         "staleness": {"0": 1, "2": 3},
-        "trainer": {"mismatch_kl": 1e-4 * step, "loss": 0.1},
+        "trainer": {"mismatch_k3": 1e-4 * step, "loss": 0.1},
         "sync": {"swaps": 2, "engines": engines},
     }
 
