@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ def run_role(context: ProcessContext) -> int:
     interpreter's farewell when it fails: that would wait for peers that may hang.
     """
     _stop_on_signals(context)
+    _log_to_stderr()
     try:
         _enter(context)
         return 0
@@ -38,6 +40,13 @@ def run_role(context: ProcessContext) -> int:
 def one_line(text: str) -> str:
     """``text`` without line breaks."""
     return " ".join(str(text).split())
+
+
+def _log_to_stderr() -> None:
+    """Everything from INFO on; of libraries that log every request only warnings."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for name in ("httpx", "httpcore", "uvicorn", "jax", "absl", "orbax"):
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def _stop_on_signals(context: ProcessContext) -> None:

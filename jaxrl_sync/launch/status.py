@@ -33,6 +33,7 @@ def _hub_status(run_dir: Path, hub: dict[str, Any]) -> dict[str, Any] | str:
     from jaxrl_sync.transfer.hub.client import HubClient
 
     try:
-        return HubClient(hub["url"], run_dir / "token").status()
+        with HubClient(hub["url"], run_dir / "token") as client:
+            return client.status()
     except UserError as error:
         return f"does not answer: {error}"
