@@ -8,14 +8,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxrl_sync.inference import probe
 from jaxrl_sync.inference.config import EngineConfig, EngineConfigError
 from jaxrl_sync.inference.errors import EngineError
 from jaxrl_sync.inference.plan import NUM_FLOATS, NUM_INTS, Prefill, StepOutput, StepPlan
-from jaxrl_sync.inference.steps import DecodeOutput, initial_state, make_decode, make_prefill
-from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig, engine_abstract, engine_specs
+from jaxrl_sync.inference.steps import DecodeOutput, compiled_part, initial_state, step_functions
+from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig, engine_abstract
 from jaxrl_sync.transfer.version import Version
 
 Take = Callable[[Version], Any]
@@ -57,11 +57,7 @@ class Runner:
         self._take = take
         self._params: Any = None
         self._state = initial_state(cfg, config, mesh, axis)
-        specs = engine_specs(cfg, axis)
-        if config.version_probe:
-            specs = probe.with_leaf(specs, PartitionSpec())
-        self._prefill = make_prefill(cfg, config, mesh, specs, axis)
-        self._decode = make_decode(cfg, config, mesh, specs, axis)
+        self._prefill, self._decode = step_functions(cfg, compiled_part(config), mesh, axis)
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Swap, warm up, prefill, decode; blocks until the outputs are on the host.

@@ -20,7 +20,7 @@ from jaxrl_sync.inference.config import EngineConfig
 from jaxrl_sync.inference.kv_cache import Cache, LayerCache, cache_spec, empty_cache, write_prefix
 from jaxrl_sync.inference.model import decode_hidden, head_logits, my_rows, prefill_hidden
 from jaxrl_sync.inference.sampler import SamplingRows, draw, sample_keys
-from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig
+from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig, engine_specs
 
 Params = dict[str, Any]
 
@@ -50,6 +50,13 @@ class DecodeOutput(NamedTuple):
     steps: jax.Array
     low: jax.Array
     high: jax.Array
+
+
+class StepFunctions(NamedTuple):
+    """The two jitted functions, see ``_make_prefill`` and ``_make_decode``."""
+
+    prefill: Callable[..., tuple[DeviceState, jax.Array, jax.Array]]
+    decode: Callable[..., tuple[DeviceState, DecodeOutput]]
 
 
 class _Carry(NamedTuple):
@@ -89,7 +96,29 @@ def state_specs(cfg: DecoderConfig, axis: str) -> DeviceState:
     return DeviceState(cache, whole, whole, whole, whole, rows)  # type: ignore[arg-type]
 
 
-def make_prefill(
+@functools.lru_cache(maxsize=16)
+def step_functions(cfg: DecoderConfig, config: EngineConfig, mesh: Mesh, axis: str) -> StepFunctions:
+    """The jitted prefill and decode; engines of one shape in one process share them and their compilations."""
+    specs = engine_specs(cfg, axis)
+    if config.version_probe:
+        specs = probe.with_leaf(specs, PartitionSpec())
+    return StepFunctions(
+        _make_prefill(cfg, config, mesh, specs, axis), _make_decode(cfg, config, mesh, specs, axis)
+    )
+
+
+def compiled_part(config: EngineConfig) -> EngineConfig:
+    """``config`` with everything reset that the jitted functions don't depend on: the key to share them."""
+    return EngineConfig(
+        slots=config.slots,
+        decode_steps_per_dispatch=config.decode_steps_per_dispatch,
+        max_stop_ids=config.max_stop_ids,
+        compute_dtype=config.compute_dtype,
+        version_probe=config.version_probe,
+    )
+
+
+def _make_prefill(
     cfg: DecoderConfig, config: EngineConfig, mesh: Mesh, specs: Any, axis: str
 ) -> Callable[..., tuple[DeviceState, jax.Array, jax.Array]]:
     """``prefill(params, state, tokens, row, ints, floats) -> (state, low, high)``, state donated.
@@ -122,10 +151,11 @@ def make_prefill(
         out_specs=(state, whole, whole),
         check_vma=False,
     )
-    return jax.jit(mapped, donate_argnums=1)
+    shardings = _shardings((state, whole, whole), mesh)
+    return jax.jit(mapped, donate_argnums=1, out_shardings=shardings)
 
 
-def make_decode(
+def _make_decode(
     cfg: DecoderConfig, config: EngineConfig, mesh: Mesh, specs: Any, axis: str
 ) -> Callable[..., tuple[DeviceState, DecodeOutput]]:
     """``decode(params, state, active, steps, attend=static) -> (state, DecodeOutput)``, state donated.
@@ -135,22 +165,34 @@ def make_decode(
     never shows in the result.
     """
 
-    @functools.partial(jax.jit, donate_argnums=1, static_argnames="attend")
+    layout, whole = state_specs(cfg, axis), PartitionSpec()
+    out_specs = (layout, DecodeOutput(*(whole,) * 7))  # type: ignore[arg-type]
+
+    @functools.partial(
+        jax.jit, donate_argnums=1, static_argnames="attend", out_shardings=_shardings(out_specs, mesh)
+    )
     def decode(
         params: Params, state: DeviceState, active: jax.Array, steps: jax.Array, attend: int
     ) -> tuple[DeviceState, DecodeOutput]:
         body = functools.partial(_decode_loop, cfg=cfg, config=config, attend=attend, axis=axis)
-        layout, whole = state_specs(cfg, axis), PartitionSpec()
         mapped = jax.shard_map(
             body,
             mesh=mesh,
             in_specs=(specs, layout, whole, whole),
-            out_specs=(layout, DecodeOutput(*(whole,) * 7)),  # type: ignore[arg-type]
+            out_specs=out_specs,
             check_vma=False,
         )
         return mapped(params, state, active, steps)
 
     return decode
+
+
+def _shardings(specs: Any, mesh: Mesh) -> Any:
+    """Specs as shardings. Stated on the outputs, so that the donated state never changes its representation
+    (over one device, the compiler would normalise it, and the next call would compile again)."""
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
 
 
 def _admit(state: DeviceState, taken: jax.Array, ints: jax.Array, floats: jax.Array) -> DeviceState:
