@@ -166,6 +166,11 @@ class Connection:
             )
         return header, payload_bytes
 
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called on this side."""
+        return self._closed
+
     def _check_open(self) -> None:
         if self._closed:
             raise PeerLost(f"the connection to {self.peer} was closed on this side")

@@ -1,0 +1,79 @@
+"""Export buffers: a version's tensors in wire dtype, in buffers that no later train step can overwrite."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from jaxrl_sync.sharding import Correspondence
+from jaxrl_sync.transfer.version import Version
+
+Shards = dict[tuple[int, str], npt.NDArray[Any]]
+
+
+@functools.cache
+def _copier() -> Any:
+    return jax.jit(lambda xs: [jnp.copy(x) for x in xs])
+
+
+def export(correspondence: Correspondence, tree: Any) -> dict[str, jax.Array]:
+    """The exported leaves in fresh buffers; blocks until they are computed, then ``tree`` may be donated."""
+    exported: dict[str, jax.Array] = correspondence.export(tree)
+    jax.block_until_ready(exported)
+    return exported
+
+
+def export_kind(correspondence: Correspondence) -> str:
+    """Correspondences of one kind share export buffers: they move the same leaves in the same dtypes.
+
+    Computed leaves are told apart by the whole map: their names alone don't say what they hold.
+    """
+    if any(leaf.kind == "computed" for leaf in correspondence.leaves):
+        return correspondence.digest
+    return ";".join(f"{x.name}={x.path}:{','.join(x.casts)}" for x in correspondence.exported)
+
+
+def snapshot(tree: Any) -> Any:
+    """A copy of the whole tree in its own dtype, for receivers that aren't known yet; blocks until done."""
+    leaves, structure = jax.tree.flatten(tree)
+    copies = jax.tree.unflatten(structure, _copier()(leaves) if leaves else [])
+    jax.block_until_ready(copies)
+    return copies
+
+
+def shards_of(exported: dict[str, jax.Array]) -> Shards:
+    """(device, path) -> the shard's elements on the host; on CPU a view, without a copy."""
+    return {
+        (shard.device.id, path): np.ascontiguousarray(np.asarray(shard.data))
+        for path, array in exported.items()
+        for shard in array.addressable_shards
+    }
+
+
+@dataclasses.dataclass(eq=False)
+class Held:
+    """One version's buffers: per kind of export, or a snapshot from which an export can still be made."""
+
+    version: Version
+    exports: dict[str, dict[str, jax.Array]]
+    tree: Any = None
+    _shards: dict[str, Shards] = dataclasses.field(default_factory=dict)
+    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    def shards(self, kind: str, correspondence: Correspondence) -> Shards | None:
+        """The shards of one kind of export, made from the snapshot if need be; None if that can't be."""
+        with self._lock:
+            if kind not in self._shards:
+                if kind not in self.exports:
+                    if self.tree is None:
+                        return None
+                    self.exports[kind] = export(correspondence, self.tree)
+                self._shards[kind] = shards_of(self.exports[kind])
+            return self._shards[kind]

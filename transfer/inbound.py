@@ -1,0 +1,222 @@
+"""The subscriber's end of one link to a publisher process: opens it, takes versions into a slot."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+from typing import Any
+
+from jaxrl_sync.sharding import Edge, UserError
+from jaxrl_sync.transfer import auth, wire
+from jaxrl_sync.transfer.config import SubscriberConfig
+from jaxrl_sync.transfer.errors import MismatchError, ProtocolError, TransferError
+from jaxrl_sync.transfer.hub.client import Member
+from jaxrl_sync.transfer.hub.state import version_json
+from jaxrl_sync.transfer.memory import SharedMemory
+from jaxrl_sync.transfer.outbound import keep_alive
+from jaxrl_sync.transfer.receiving import Offer
+from jaxrl_sync.transfer.slots import Slot
+from jaxrl_sync.transfer.transports.base import remaining
+from jaxrl_sync.transfer.transports.shm import ShmReceiver
+from jaxrl_sync.transfer.transports.tcp import TcpReceiver
+from jaxrl_sync.transfer.wire import Connection
+
+Digests = dict[str, tuple[int, int]]
+
+logger = logging.getLogger("jaxrl_sync.transfer")
+
+
+class Gone(TransferError):
+    """The publisher no longer has the version that the round is about: take a newer one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Opening:
+    """What a link needs to be opened: the token, the blobs that the hub has, the plan, the edge."""
+
+    token: str
+    run_id: str
+    target: str
+    correspondence: str
+    plan_digest: str
+    edge: Edge
+
+
+class Inbound:
+    """One open link. Owns its connections; ``close()`` fences: nothing more arrives through it."""
+
+    def __init__(
+        self, publisher: Member, opening: Opening, config: SubscriberConfig, slots: list[Slot]
+    ) -> None:
+        """Connect, prove the token, compare plans, agree on a transport. Blocks.
+
+        MismatchError when the publisher refuses for good, AuthError, PeerLost, DeadlineError, TransferError.
+        """
+        self.incarnation = publisher.incarnation
+        self.peer = f"{publisher.name}.{publisher.rank}"
+        self.edge = opening.edge
+        self.unconfirmed = False
+        self._round_lock = threading.Lock()
+        self._config = config
+        self._opening = opening
+        self._address = str(publisher.info.get("address"))
+        self._lanes: list[Connection] = []
+        self._link = ""
+        self._connection = self._connect({"purpose": "weights"})
+        try:
+            self._receiver: ShmReceiver | TcpReceiver = self._open(config.transport, slots)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def transport(self) -> str:
+        """shm or tcp."""
+        return self._receiver.name
+
+    def _connect(self, hello: dict[str, Any]) -> Connection:
+        config = self._config
+        sock = wire.dial(self._address, config.handshake_timeout_s)
+        try:
+            hello = {**hello, "engine": config.engine, "rank": config.rank, "size": config.size}
+            reply = auth.connect(
+                sock, self._opening.token, self._opening.run_id, hello, config.handshake_timeout_s
+            )
+            keep_alive(sock)
+        except BaseException:
+            sock.close()
+            raise
+        self._link = self._link or str(reply.get("link"))
+        return Connection(sock, self.peer)
+
+    def _open(self, transport: str, slots: list[Slot]) -> ShmReceiver | TcpReceiver:
+        memories = [s.memory for s in slots if isinstance(s.memory, SharedMemory)]
+        message = {
+            "kind": "open",
+            "target": self._opening.target,
+            "correspondence": self._opening.correspondence,
+            "plan": self._opening.plan_digest,
+            "process": self.edge.target_process,
+            "transport": transport,
+            "segments": [m.describe() for m in memories],
+        }
+        opened = self._ask(message, "opened", self._config.hub_timeout_s)
+        if opened.get("transport") == "shm":
+            answer = bytes.fromhex(str(opened.get("answer")))
+            if memories and memories[0].answered_with(answer):
+                logger.info("edge from %s: shm (%s)", self.peer, opened.get("reason"))
+                return ShmReceiver()
+            if transport == "shm":
+                raise TransferError(
+                    f"{self.peer} wrote its nonce into other memory than ours: shm can't be used"
+                )
+            return self._open("tcp", slots)
+        if opened.get("transport") != "tcp":
+            raise ProtocolError(
+                f"{self.peer} chose transport {opened.get('transport')!r}, expected shm or tcp"
+            )
+        logger.info("edge from %s: tcp (%s)", self.peer, opened.get("reason"))
+        return self._open_lanes(int(opened["chunk_bytes"]))
+
+    def _open_lanes(self, chunk_bytes: int) -> TcpReceiver:
+        count = min(self._config.connections, max(1, -(-self.edge.total_bytes // chunk_bytes)))
+        for index in range(1, count):
+            self._lanes.append(self._connect({"purpose": "lane", "link": self._link, "lane": index}))
+        self._ask({"kind": "lanes", "count": count}, "lanes_ready", self._config.handshake_timeout_s)
+        return TcpReceiver(self.edge, [self._connection, *self._lanes], chunk_bytes)
+
+    def _ask(self, message: dict[str, Any], expected: str, timeout_s: float) -> dict[str, Any]:
+        self._connection.send(message, timeout_s=timeout_s)
+        answer, _ = self._connection.recv(timeout_s)
+        if answer.get("kind") == "refused":
+            kind = MismatchError if answer.get("fatal") else TransferError
+            raise kind(f"{self.peer} refused: {answer.get('reason')}")
+        if answer.get("kind") != expected:
+            raise ProtocolError(f"{self.peer} answered {answer.get('kind')!r}, expected {expected!r}")
+        return answer
+
+    def take(self, offer: Offer, slot: Slot, live: list[str], deadline: float) -> Digests:
+        """Have the edge of one version written into ``slot``; returns the sender's digests of it.
+
+        ``unconfirmed`` is True while the sender may write the slot. Gone, PeerLost, DeadlineError,
+        ProtocolError.
+        """
+        with self._round_lock:
+            return self._take(offer, slot, live, deadline)
+
+    def _take(self, offer: Offer, slot: Slot, live: list[str], deadline: float) -> Digests:
+        self._connection.send(
+            {
+                "kind": "ready",
+                "round": offer.round,
+                "version": version_json(offer.version),
+                "timeout_s": remaining(deadline),
+                "segments": live,
+                **self._receiver.ready(slot),
+            },
+            timeout_s=remaining(deadline),
+        )
+        self.unconfirmed = True
+        answer = self._next(offer, deadline)
+        if answer.get("kind") == "refused":
+            self.unconfirmed = False
+            raise Gone(f"{self.peer}: {answer.get('reason')}")
+        self._expect(answer, "begin")
+        if isinstance(self._receiver, TcpReceiver):
+            self._receiver.expect(offer.round)
+        self._receiver.receive(slot.views, deadline)
+        done = self._next(offer, deadline)
+        self._expect(done, "done")
+        if done.get("version") != version_json(offer.version):
+            raise ProtocolError(f"{self.peer} sent version {done.get('version')}, expected {offer.version}")
+        self.unconfirmed = False
+        digests = done.get("digests")
+        return {p: (int(d[0]), int(d[1])) for p, d in digests.items()} if isinstance(digests, dict) else {}
+
+    def _next(self, offer: Offer, deadline: float) -> dict[str, Any]:
+        message, _ = self._connection.recv(remaining(deadline))
+        if message.get("round") != offer.round:
+            raise ProtocolError(
+                f"{self.peer} speaks of round {message.get('round')!r}, expected {offer.round!r}"
+            )
+        return message
+
+    def _expect(self, message: dict[str, Any], kind: str) -> None:
+        if message.get("kind") != kind:
+            raise ProtocolError(f"{self.peer} said {message.get('kind')!r}, expected {kind!r}")
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Report to the publisher; a link that is gone needs no report."""
+        with contextlib.suppress(UserError):
+            self._connection.send(message, timeout_s=self._config.handshake_timeout_s)
+
+    @property
+    def closed(self) -> bool:
+        """Whether this side closed it."""
+        return self._connection.closed
+
+    @property
+    def busy(self) -> bool:
+        """Whether a round is under way on it."""
+        return self._round_lock.locked()
+
+    @property
+    def alive(self) -> bool:
+        """Whether neither side has closed it: between rounds the other side never speaks first."""
+        if self.closed or not self._round_lock.acquire(blocking=False):
+            return not self.closed
+        try:
+            return not self._connection.wait_readable(0.0)
+        finally:
+            self._round_lock.release()
+
+    def close(self) -> None:
+        """Close all connections. Idempotent."""
+        self._connection.close()
+        for lane in self._lanes:
+            lane.close()
+        receiver = getattr(self, "_receiver", None)
+        if receiver is not None:
+            receiver.close()

@@ -1,0 +1,241 @@
+"""The publisher's end of one link: a thread that writes versions to one subscriber rank as it asks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from jaxrl_sync.sharding import Edge, MappingError, SlotLayout, UserError
+from jaxrl_sync.sharding.digests import copies_digest
+from jaxrl_sync.transfer.errors import DeadlineError, MismatchError, PeerLost, ProtocolError, TransferError
+from jaxrl_sync.transfer.hub.state import version_json, version_of
+from jaxrl_sync.transfer.outcome import RankKey, RankOutcome
+from jaxrl_sync.transfer.transports.base import Sender, remaining
+from jaxrl_sync.transfer.transports.shm import ShmSender
+from jaxrl_sync.transfer.transports.tcp import TcpSender
+from jaxrl_sync.transfer.version import Version
+from jaxrl_sync.transfer.wire import Connection
+
+if TYPE_CHECKING:
+    from jaxrl_sync.transfer.pairing import Pairing
+    from jaxrl_sync.transfer.publisher import Publisher
+
+LANES_TIMEOUT_S = 10.0
+
+logger = logging.getLogger("jaxrl_sync.transfer")
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Notice a peer whose machine vanished within about 20 s although nothing is being sent."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+class Outbound:
+    """One link to one subscriber rank. Owns connection, lanes and mappings; ``close()`` ends it."""
+
+    def __init__(
+        self, publisher: Publisher, connection: Connection, hello: dict[str, Any], link: str
+    ) -> None:
+        engine, rank = hello.get("engine"), hello.get("rank")
+        if not isinstance(engine, str) or not isinstance(rank, int):
+            raise ProtocolError(
+                f"a subscriber says engine {engine!r} and rank {rank!r}, expected text and integer"
+            )
+        self.key: RankKey = (engine, rank)
+        self.link = link
+        self._publisher = publisher
+        self._connection = connection
+        self._lanes: list[Connection] = []
+        self._lanes_changed = threading.Condition()
+        self._edge: Edge | None = None
+        self._pairing: Pairing | None = None
+        self._sender: Sender | None = None
+        self._sent: dict[str, RankOutcome] = {}
+        self._thread = threading.Thread(target=self._run, name=f"link-{engine}.{rank}", daemon=True)
+
+    def start(self) -> None:
+        """Serve the link from its own thread."""
+        self._thread.start()
+
+    def add_lane(self, connection: Connection) -> None:
+        """Another connection of the same subscriber for chunks."""
+        with self._lanes_changed:
+            self._lanes.append(connection)
+            self._lanes_changed.notify_all()
+
+    def _run(self) -> None:
+        reason = "the publisher closed the link"
+        try:
+            while not self._publisher.closing:
+                if self._connection.wait_readable(1.0):
+                    message, _ = self._connection.recv(self._publisher.config.handshake_timeout_s)
+                    self._take(message)
+        except UserError as error:
+            reason = str(error)
+        except Exception as error:
+            logger.exception("link to %s.%d failed", *self.key)
+            reason = f"{type(error).__name__}: {error}"
+        finally:
+            self.close()
+            self._publisher.link_ended(self, reason)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        match message.get("kind"):
+            case "open":
+                self._say(self._open(message))
+            case "lanes":
+                self._say(self._use_lanes(message))
+            case "ready":
+                self._serve(message)
+            case "installed":
+                version = _version(message)
+                sent = self._sent.pop(str(message.get("round")), RankOutcome())
+                seconds = {**sent.seconds, **_seconds(message)}
+                result = RankOutcome("installed", "", sent.transport, sent.nbytes, seconds)
+                self._publisher.installed(self.key, version, result)
+            case "gave_up":
+                detail = str(message.get("reason"))
+                self._publisher.gave_up(self.key, _version(message), RankOutcome("aborted", detail))
+            case kind:
+                raise ProtocolError(f"{self._connection.peer} sent a message {kind!r} that isn't known here")
+
+    def _say(self, message: dict[str, Any]) -> None:
+        self._connection.send(message, timeout_s=self._publisher.config.timeout_s)
+
+    def _open(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Pair the layouts, compare plans, choose the transport. A refusal says why in words."""
+        try:
+            pairing = self._publisher.pairing(str(message.get("target")), str(message.get("correspondence")))
+            if message.get("plan") != pairing.digest:
+                raise MismatchError(f"plan digest {message.get('plan')!r}, expected {pairing.digest!r} here")
+            process = message.get("process")
+            if not isinstance(process, int):
+                raise ProtocolError(f"open names process {process!r}, expected an integer")
+            self._edge = pairing.edge(self._publisher.rank, process)
+            self._pairing = pairing
+            opened = self._choose(message, SlotLayout.of(pairing.target, process))
+        except PeerLost:
+            raise
+        except UserError as error:
+            logger.warning("refused a link to %s.%d: %s", *self.key, error)
+            fatal = isinstance(error, (MismatchError, MappingError))
+            return {"kind": "refused", "reason": str(error), "fatal": fatal}
+        self._publisher.link_opened(self, pairing)
+        return opened
+
+    def _choose(self, message: dict[str, Any], slot: SlotLayout) -> dict[str, Any]:
+        """shm where a nonce in the receiver's memory can be read here, else tcp; the reason is logged."""
+        assert self._edge is not None
+        config = self._publisher.config
+        wanted = {config.transport, str(message.get("transport"))} - {"auto"}
+        if len(wanted) > 1:
+            raise MismatchError(f"publisher and subscriber ask for different transports: {sorted(wanted)}")
+        choice = wanted.pop() if wanted else "auto"
+        answer, reason = "", "as configured"
+        if choice != "tcp":
+            sender = ShmSender(self._edge, slot, self._publisher.run_id, config.threads)
+            try:
+                segments = message.get("segments") or []
+                if not segments:
+                    raise TransferError("the subscriber offers no shared memory")
+                answer = sender.map(segments[0]).answer().hex()
+                self._use(sender)
+                choice, reason = "shm", f"its nonce in {segments[0]['name']} is readable here"
+            except TransferError as error:
+                sender.close()
+                if choice == "shm":
+                    raise
+                choice, reason = "tcp", str(error)
+        logger.info("edge to %s.%d: %s (%s), %d bytes", *self.key, choice, reason, self._edge.total_bytes)
+        return {
+            "kind": "opened",
+            "transport": choice,
+            "reason": reason,
+            "answer": answer,
+            "chunk_bytes": config.chunk_bytes,
+        }
+
+    def _use(self, sender: Sender) -> None:
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = sender
+
+    def _use_lanes(self, message: dict[str, Any]) -> dict[str, Any]:
+        """All connections of a tcp edge are there: make its sender."""
+        count = message.get("count")
+        if self._edge is None or not isinstance(count, int):
+            raise ProtocolError(f"{self._connection.peer} says {count!r} lanes before the link is open")
+        with self._lanes_changed:
+            if not self._lanes_changed.wait_for(lambda: len(self._lanes) >= count - 1, LANES_TIMEOUT_S):
+                found = len(self._lanes) + 1
+                raise DeadlineError(f"{found} of {count} connections after {LANES_TIMEOUT_S:g} s")
+        lanes = [self._connection, *self._lanes]
+        self._use(TcpSender(self._edge, lanes, self._publisher.config.chunk_bytes))
+        return {"kind": "lanes_ready"}
+
+    def _serve(self, ready: dict[str, Any]) -> None:
+        """Write one version into the slot that the receiver has ready, and confirm."""
+        version, round_id = _version(ready), str(ready.get("round"))
+        if self._sender is None or self._edge is None or self._pairing is None:
+            raise ProtocolError(f"{self._connection.peer} is ready before the link is open")
+        queue_s = self._publisher.since_published(version)
+        sources = self._publisher.sources(version, self._pairing)
+        if isinstance(sources, str):
+            self._say({"kind": "refused", "round": round_id, "reason": sources})
+            return
+        limit_s = ready.get("timeout_s")
+        config = self._publisher.config
+        deadline = time.monotonic() + min(
+            limit_s if isinstance(limit_s, (int, float)) else 60.0, config.timeout_s
+        )
+        self._say({"kind": "begin", "round": round_id})
+        start = time.monotonic()
+        self._sender.send(ready, sources, deadline)
+        wire_s = time.monotonic() - start
+        digests = copies_digest(self._edge.copies, sources, "source", config.threads) if config.verify else {}
+        self._connection.send(
+            {"kind": "done", "round": round_id, "version": version_json(version), "digests": digests},
+            timeout_s=remaining(deadline),
+        )
+        seconds = {"queue": queue_s, "wire": wire_s}
+        sent = RankOutcome("pending", "", self._sender.name, self._edge.total_bytes, seconds)
+        self._sent = {round_id: sent}
+        self._publisher.count_sent(self._edge.total_bytes, wire_s)
+
+    def close(self) -> None:
+        """Close the connection, the lanes and the mappings. Idempotent; the thread ends by itself."""
+        self._connection.close()
+        for lane in self._lanes:
+            lane.close()
+        if threading.current_thread() is self._thread and self._sender is not None:
+            with contextlib.suppress(TransferError):
+                self._sender.close()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread to end."""
+        if threading.current_thread() is not self._thread and self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+
+def _version(message: dict[str, Any]) -> Version:
+    try:
+        version = version_of(message.get("version"))
+    except ValueError as error:
+        raise ProtocolError(str(error)) from error
+    if version is None:
+        raise ProtocolError(f"message {message.get('kind')!r} names no version")
+    return version
+
+
+def _seconds(message: dict[str, Any]) -> dict[str, float]:
+    found = message.get("seconds")
+    if not isinstance(found, dict):
+        return {}
+    return {str(k): float(v) for k, v in found.items() if isinstance(v, (int, float))}

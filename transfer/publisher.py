@@ -1,0 +1,390 @@
+"""The publisher: makes a version's export buffers, announces it, and writes it to whoever is ready for it.
+
+One Publisher per trainer process. ``publish`` blocks the training thread only for the export; everything else
+happens in threads: one that announces to the hub, one that accepts links, one per link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrl_sync.sharding import Correspondence, Layout
+from jaxrl_sync.sharding.paths import nested
+from jaxrl_sync.transfer import auth, wire
+from jaxrl_sync.transfer.config import PublisherConfig
+from jaxrl_sync.transfer.errors import (
+    DeadlineError,
+    MismatchError,
+    PeerLost,
+    ProtocolError,
+    ResourceError,
+    TransferError,
+)
+from jaxrl_sync.transfer.exports import Held, export, export_kind, snapshot
+from jaxrl_sync.transfer.exports import Shards as SourceShards
+from jaxrl_sync.transfer.hub.client import HubClient, HubRefused
+from jaxrl_sync.transfer.hub.state import version_json
+from jaxrl_sync.transfer.outbound import Outbound, keep_alive
+from jaxrl_sync.transfer.outcome import RankKey, RankOutcome, Ticket
+from jaxrl_sync.transfer.pairing import Pairing, compare_layouts
+from jaxrl_sync.transfer.version import Version
+
+KEPT_TICKETS = 64
+
+logger = logging.getLogger("jaxrl_sync.transfer")
+
+
+@dataclasses.dataclass
+class PublisherStats:
+    """Counters since the start. ``stall_s`` is the time that publish() blocked its caller."""
+
+    published: int = 0
+    export_s: float = 0.0
+    stall_s: float = 0.0
+    last_stall_s: float = 0.0
+    wire_s: float = 0.0
+    bytes_sent: int = 0
+    sends: int = 0
+    links: int = 0
+
+
+class Publisher:
+    """Publishes the versions of one trainer process. Owns threads, sockets, buffers: ``close()``."""
+
+    def __init__(
+        self,
+        hub_url: str,
+        source: Any,
+        *,
+        token_file: str | Path,
+        config: PublisherConfig | None = None,
+        convert: Callable[[Any], Any] | None = None,
+        name: str = "trainer",
+        rank: int | None = None,
+        size: int | None = None,
+        on_lost: Callable[[str], None] | None = None,
+    ) -> None:
+        """Register with the hub and listen for subscribers; blocks until the hub knows us.
+
+        ``source`` is the trainer tree's Layout (or a tree that has one). ``convert``, when given, is
+        traced here as well and a subscriber with another conversion is refused. ``rank`` and ``size``
+        default to those of the JAX world. ``on_lost(reason)`` is called when the hub lease is lost for
+        good. ResourceError when the port is taken, PeerLost without a hub, AuthError.
+        """
+        self.config = config or PublisherConfig()
+        self.source = source if isinstance(source, Layout) else Layout.of(source)
+        self.rank = jax.process_index() if rank is None else rank
+        self.closing = False
+        self._convert = convert
+        self._lock = threading.Lock()
+        self._planning = threading.Lock()
+        self._stats = PublisherStats()
+        self._pairings: dict[tuple[str, str], Pairing] = {}
+        self._kinds: dict[str, Correspondence] = {}
+        self._held: list[Held] = []
+        self._tickets: list[Ticket] = []
+        self._published_at: dict[Version, float] = {}
+        self._links: dict[str, Outbound] = {}
+        self._last: Version | None = None
+        self._checked = False
+        self._announcing: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
+        self._hub = HubClient(hub_url, token_file, self.config.hub_timeout_s)
+        self.run_id = self._hub.run_id
+        try:
+            self._listener = wire.listen(self.config.host, self.config.port)
+        except OSError as error:
+            self._hub.close()
+            message = f"can't listen on {self.config.host}:{self.config.port}: {error.strerror}"
+            raise ResourceError(message) from error
+        host, port = self._listener.getsockname()[:2]
+        info = {
+            "model": self.config.model,
+            "address": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+            "source": self._hub.put_blob(self.source.to_bytes()),
+            "source_digest": self.source.digest,
+            "pid": os.getpid(),
+        }
+        world = jax.process_count() if size is None else size
+        self._lease = self._hub.register(
+            "publisher",
+            name,
+            self.rank,
+            world,
+            info,
+            self.config.ttl_s,
+            on_lost=on_lost,
+            on_rejoin=self._rejoin,
+        )
+        self._threads = [
+            threading.Thread(target=self._accept, name="publisher-accept", daemon=True),
+            threading.Thread(target=self._announce_all, name="publisher-announce", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # What the training thread calls.
+
+    def publish(self, tree: Any, version: Version) -> Ticket:
+        """Publish a tree of arrays (or an iterator of (path, array)) as ``version``.
+
+        Returns once its export buffers are computed: the caller may then donate the tree. Announcing and
+        moving happen in the background. MismatchError when the tree isn't what ``source`` says; TransferError
+        when ``version`` doesn't come after the last one or the publisher is closed.
+        """
+        start = time.monotonic()
+        self._check_version(version)
+        if isinstance(tree, Iterator):
+            tree = nested(dict(tree))
+        if not self._checked:
+            compare_layouts(self.source, Layout.of(tree), "the published tree")
+            self._checked = True
+        with self._lock:
+            kinds = dict(self._kinds)
+        exports = {kind: export(correspondence, tree) for kind, correspondence in kinds.items()}
+        held = Held(version, exports, None if kinds else snapshot(tree))
+        export_s = time.monotonic() - start
+        with self._lock:
+            ranks = sorted({link.key for link in self._links.values()})
+            ticket = Ticket(version, ranks, export_s)
+            self._held = [*self._held, held][-self.config.keep_versions :]
+            self._tickets = [*self._tickets, ticket][-KEPT_TICKETS:]
+            self._published_at = {h.version: self._published_at.get(h.version, start) for h in self._held}
+            self._last = version
+            self._stats.published += 1
+            self._stats.export_s += export_s
+        self._announcing.put(ticket)
+        with self._lock:
+            self._stats.last_stall_s = time.monotonic() - start
+            self._stats.stall_s += self._stats.last_stall_s
+        return ticket
+
+    def _check_version(self, version: Version) -> None:
+        if self.closing:
+            raise TransferError("the publisher is closed")
+        if self._lease.lost.is_set():
+            raise PeerLost(self._lease.reason)
+        last = self._last
+        if last is not None and last.lineage == version.lineage and not version.follows(last):
+            raise TransferError(f"version {version} doesn't come after {last}, which was published")
+
+    def stats(self) -> dict[str, float]:
+        """Counters as a dictionary: see PublisherStats."""
+        with self._lock:
+            return {**dataclasses.asdict(self._stats), "links": len(self._links)}
+
+    # The hub.
+
+    def _announce_all(self) -> None:
+        while (ticket := self._announcing.get()) is not None:
+            try:
+                self._announce(ticket.version)
+            except TransferError as error:
+                if not self.closing:
+                    logger.error("version %s isn't announced: %s", ticket.version, error)
+                ticket.fail(error)
+
+    def _announce(self, version: Version) -> None:
+        body = {
+            "model": self.config.model,
+            "version": version_json(version),
+            "bytes": self.source.total_bytes,
+        }
+        self._lease.call("/v1/event/announce", body)
+
+    def _rejoin(self) -> None:
+        """A restarted hub knows nothing: tell it again what we have."""
+        self._hub.put_blob(self.source.to_bytes())
+        with self._lock:
+            versions = [held.version for held in self._held]
+        for version in versions:
+            self._announce(version)
+
+    # What links ask.
+
+    def pairing(self, target: str, correspondence: str) -> Pairing:
+        """The pairing of a subscriber's blobs, planned the first time. MismatchError, MappingError."""
+        with self._planning:  # equal replicas ask at the same time: plan once
+            return self._pair(target, correspondence)
+
+    def _pair(self, target: str, correspondence: str) -> Pairing:
+        key = (target, correspondence)
+        if key in self._pairings:
+            return self._pairings[key]
+        layout = Layout.from_bytes(self._blob(target))
+        theirs = Correspondence.from_bytes(self._blob(correspondence))
+        if theirs.source is None:
+            raise MismatchError("the subscriber's correspondence names no source layout")
+        compare_layouts(self.source, theirs.source, "the source layout that the subscriber planned with")
+        if self._convert is not None:  # computed leaves are evaluated by a function that never travels
+            theirs = theirs.bind(self._convert, self.source, layout)
+        self._pairings[key] = Pairing.of(layout, theirs)
+        return self._pairings[key]
+
+    def _blob(self, digest: str) -> bytes:
+        """A blob from the hub; waits a little while its owner registers it (again)."""
+        deadline = time.monotonic() + self.config.handshake_timeout_s
+        while True:
+            try:
+                return self._hub.get_blob(digest)
+            except HubRefused:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.1)
+
+    def sources(self, version: Version, pairing: Pairing) -> SourceShards | str:
+        """The shards to send for ``version``, or in words why there are none."""
+        with self._lock:
+            held = next((h for h in self._held if h.version == version), None)
+            newest = self._last
+        if held is None:
+            return f"version {version} was superseded, the newest here is {newest}"
+        shards = held.shards(export_kind(pairing.correspondence), pairing.correspondence)
+        if shards is None:
+            return f"version {version} was exported before this layout was known; the next one will do"
+        return shards
+
+    def since_published(self, version: Version) -> float:
+        """Seconds since ``publish`` was called for a version that is still held."""
+        with self._lock:
+            return time.monotonic() - self._published_at.get(version, time.monotonic())
+
+    def count_sent(self, nbytes: int, wire_s: float) -> None:
+        """Note one edge that was sent."""
+        with self._lock:
+            self._stats.sends += 1
+            self._stats.bytes_sent += nbytes
+            self._stats.wire_s += wire_s
+
+    def installed(self, key: RankKey, version: Version, result: RankOutcome) -> None:
+        """A rank serves ``version``: its older ones are superseded."""
+        with self._lock:
+            tickets = list(self._tickets)
+        for ticket in tickets:
+            if ticket.version == version:
+                ticket.settle(key, result)
+            elif version.follows(ticket.version) or ticket.version.lineage != version.lineage:
+                ticket.settle_known(key, RankOutcome("superseded", f"by {version}"))
+
+    def gave_up(self, key: RankKey, version: Version, result: RankOutcome) -> None:
+        """A rank couldn't take ``version``."""
+        with self._lock:
+            tickets = [t for t in self._tickets if t.version == version]
+        for ticket in tickets:
+            ticket.settle_known(key, result)
+
+    # Links.
+
+    def link_opened(self, link: Outbound, pairing: Pairing) -> None:
+        """A link has a plan: its kind of export is made with every later version."""
+        with self._lock:
+            self._kinds.setdefault(export_kind(pairing.correspondence), pairing.correspondence)
+            self._links[link.link] = link
+
+    def link_ended(self, link: Outbound, reason: str) -> None:
+        """A link is gone: what it still owed is failed."""
+        with self._lock:
+            self._links.pop(link.link, None)
+            replaced = any(other.key == link.key for other in self._links.values())
+            tickets = list(self._tickets)
+        if not self.closing:
+            logger.info("link to %s.%d ended: %s", *link.key, reason)
+        if not replaced:
+            for ticket in tickets:
+                ticket.settle_known(link.key, RankOutcome("failed", reason))
+
+    def _accept(self) -> None:
+        self._listener.settimeout(0.5)
+        while not self.closing:
+            try:
+                sock, address = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+            peer = f"{address[0]}:{address[1]}"
+            threading.Thread(
+                target=self._welcome, args=(sock, peer), name="publisher-welcome", daemon=True
+            ).start()
+
+    def _welcome(self, sock: socket.socket, peer: str) -> None:
+        """Check the token of a new connection and hand it to its link."""
+        link = secrets.token_hex(8)
+        try:
+            hello = auth.accept(
+                sock, self._hub.token, self.run_id, self.config.handshake_timeout_s, reply={"link": link}
+            )
+            keep_alive(sock)
+            connection = wire.Connection(sock, f"{hello.get('engine')}.{hello.get('rank')} at {peer}")
+            self._hand_over(connection, hello, link)
+        except TransferError as error:
+            logger.warning("connection from %s: %s", peer, error)
+            sock.close()
+
+    def _hand_over(self, connection: wire.Connection, hello: dict[str, Any], link: str) -> None:
+        if hello.get("purpose") == "weights":
+            outbound = Outbound(self, connection, hello, link)
+            with self._lock:
+                if self.closing:
+                    raise PeerLost("the publisher is closing")
+                self._links[link] = outbound
+            outbound.start()
+        elif hello.get("purpose") == "lane":
+            with self._lock:
+                found = self._links.get(str(hello.get("link")))
+            if found is None:
+                raise ProtocolError(f"a lane of the unknown link {hello.get('link')!r}")
+            found.add_lane(connection)
+        else:
+            raise ProtocolError(f"purpose {hello.get('purpose')!r}, expected weights or lane")
+
+    def close(self) -> None:
+        """Leave the hub, end links and threads, free the buffers. Idempotent; blocks some seconds at most."""
+        with self._lock:
+            if self.closing:
+                return
+            self.closing = True
+            links = list(self._links.values())
+        self._announcing.put(None)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._lease.close()
+        for link in links:
+            link.close()
+            link.join(5.0)
+        self._hub.close()
+        for thread in self._threads:
+            thread.join(5.0)
+        with self._lock:
+            self._held = []
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until every connected engine has taken or lost the newest version; False when time ran out."""
+        with self._lock:
+            ticket = self._tickets[-1] if self._tickets else None
+        if ticket is None:
+            return True
+        try:
+            ticket.wait(timeout_s)
+        except DeadlineError:
+            return False
+        return True
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,110 @@
+"""Slots of a receiver: each has room for one whole version, and the tree of jax arrays that looks at it.
+
+On CPU the arrays alias the slot's memory, are built once, and a swap is an assignment. Where jax doesn't
+alias (an accelerator), the slot is staging memory and ``fill_devices`` puts its content on the devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from jaxrl_sync.sharding import Layout, SlotLayout
+from jaxrl_sync.sharding.paths import leaves_by_path, nested
+from jaxrl_sync.transfer.errors import MismatchError
+from jaxrl_sync.transfer.memory import PrivateMemory, SharedMemory
+
+Views = dict[tuple[int, str], npt.NDArray[Any]]
+
+logger = logging.getLogger("jaxrl_sync.transfer")
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What a receiver process holds: the whole layout, its own part of it as a slot, and the shardings."""
+
+    layout: Layout
+    slot: SlotLayout
+    process: int
+    shardings: dict[str, jax.sharding.Sharding]
+
+    @classmethod
+    def of(cls, tree: Any, process: int) -> Target:
+        """From a tree of ``jax.ShapeDtypeStruct`` (or arrays) with shardings. MismatchError without them."""
+        shardings = {}
+        for path, leaf in leaves_by_path(tree, "target").items():
+            sharding = getattr(leaf, "sharding", None)
+            if not isinstance(sharding, jax.sharding.Sharding):
+                raise MismatchError(
+                    f"target leaf {path!r} is {type(leaf).__name__} without a sharding, "
+                    "expected jax.ShapeDtypeStruct(shape, dtype, sharding=...)"
+                )
+            shardings[path] = sharding
+        layout = Layout.of(tree)
+        if not layout:
+            return cls(layout, SlotLayout((), 4096, {}), process, shardings)
+        return cls(layout, SlotLayout.of(layout, process), process, shardings)
+
+
+class Slot:
+    """Memory for one version with the arrays over it. ``close()`` gives both up."""
+
+    def __init__(self, target: Target, memory: SharedMemory | PrivateMemory) -> None:
+        self.memory = memory
+        self.views: Views = target.slot.views(memory.data)
+        self._target = target
+        arrays = _put(target, self.views, may_alias=True)
+        self.aliased = _aliases(arrays, self.views)
+        self._tree = _assemble(target, arrays) if self.aliased else None
+
+    def fill_devices(self) -> None:
+        """Where arrays don't alias the slot: put its content on the devices before the swap. Blocks."""
+        if not self.aliased:
+            self._tree = _assemble(self._target, _put(self._target, self.views, may_alias=False))
+            jax.block_until_ready(self._tree)
+
+    def tree(self) -> Any:
+        """The tree of jax arrays with the slot's content, built once where they alias it."""
+        return self._tree
+
+    def close(self) -> None:
+        """Drop the arrays and the memory; who still holds the tree keeps its mapping alive."""
+        self._tree = None
+        self.views = {}
+        self.memory.close()
+
+
+def _put(target: Target, views: Views, may_alias: bool) -> dict[tuple[int, str], jax.Array]:
+    """One array per (device, path), made in one call: many small calls are twice as slow."""
+    if not views:
+        return {}
+    devices = {d.id: d for d in jax.local_devices()}
+    where = [jax.sharding.SingleDeviceSharding(devices[device]) for device, _ in views]
+    values = list(views.values()) if may_alias else [np.array(v) for v in views.values()]
+    return dict(zip(views, jax.device_put(values, where, may_alias=may_alias), strict=True))
+
+
+def _aliases(arrays: dict[tuple[int, str], jax.Array], views: Views) -> bool:
+    """Whether every array looks at the slot itself, so that it will see what is written there."""
+    for key, array in arrays.items():
+        view = views[key]
+        if view.nbytes and array.unsafe_buffer_pointer() != view.ctypes.data:
+            logger.info(
+                "slots are staging memory for %s: a version is put there before each swap", array.device
+            )
+            return False
+    return True
+
+
+def _assemble(target: Target, arrays: dict[tuple[int, str], jax.Array]) -> Any:
+    """Global arrays from the shards of this process, nested by path."""
+    leaves = {}
+    for path, tensor in target.layout.items():
+        shards = [arrays[s.device, path] for s in tensor.shards if (s.device, path) in arrays]
+        leaves[path] = jax.make_array_from_single_device_arrays(tensor.shape, target.shardings[path], shards)
+    return nested(leaves) if leaves else {}

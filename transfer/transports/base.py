@@ -1,0 +1,53 @@
+"""What every transport offers to the two ends of a link, and the messages that they exchange around it.
+
+A link is one authenticated connection between a publisher process and a subscriber process; one edge of the
+plan belongs to it. Per round the subscriber says ``ready`` (with what ``Receiver.ready`` adds), the publisher
+answers ``begin`` or ``refused``, the transport moves the bytes, and the publisher confirms with ``done``:
+from then on it won't write again before the next ``ready``. A slot without confirmation is quarantined.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Shards = Mapping[tuple[int, str], npt.NDArray[np.generic]]
+
+
+class Sender(Protocol):
+    """The publisher's end of one edge."""
+
+    name: str
+
+    def send(self, ready: dict[str, Any], sources: Shards, deadline: float) -> None:
+        """Move the edge's bytes from ``sources`` to where ``ready`` says; blocks until ours is done.
+
+        ``deadline`` is on the monotonic clock. PeerLost, DeadlineError, TransferError.
+        """
+
+    def close(self) -> None:
+        """Give up mappings and lanes; idempotent."""
+
+
+class Receiver(Protocol):
+    """The subscriber's end of one edge."""
+
+    name: str
+
+    def ready(self, slot: Any) -> dict[str, Any]:
+        """What the sender must know to write this slot."""
+
+    def receive(self, views: Shards, deadline: float) -> None:
+        """Take in the edge's bytes (nothing to do where the sender writes the slot itself)."""
+
+    def close(self) -> None:
+        """Close lanes; idempotent."""
+
+
+def remaining(deadline: float) -> float:
+    """Seconds until ``deadline`` on the monotonic clock, at least a millisecond."""
+    return max(0.001, deadline - time.monotonic())

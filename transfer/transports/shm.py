@@ -1,0 +1,70 @@
+"""Placed edges over shared memory: the sender copies straight into the receiver's slot, one copy in all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxrl_sync.sharding import CopyTable, Edge, SlotLayout
+from jaxrl_sync.transfer.errors import TransferError
+from jaxrl_sync.transfer.memory import ForeignMemory
+from jaxrl_sync.transfer.transports.base import Shards
+
+
+class ShmSender:
+    """Writes an edge into segments that the receiver made. Keeps them mapped between rounds."""
+
+    name = "shm"
+
+    def __init__(self, edge: Edge, slot: SlotLayout, run_id: str, threads: int) -> None:
+        self._table = CopyTable.direct(edge.copies)
+        self._slot = slot
+        self._run_id = run_id
+        self._threads = threads
+        self._open: dict[str, tuple[ForeignMemory, Shards]] = {}
+
+    def map(self, segment: dict[str, Any]) -> ForeignMemory:
+        """Open a segment as ``SharedMemory.describe`` says, or find it open. TransferError."""
+        name, nonce, nbytes = segment.get("name"), segment.get("nonce"), segment.get("nbytes")
+        if not isinstance(name, str) or not isinstance(nonce, str) or nbytes != self._slot.total_bytes:
+            raise TransferError(f"segment {name!r} of {nbytes!r} bytes, expected {self._slot.total_bytes}")
+        if name not in self._open:
+            memory = ForeignMemory(name, nonce, nbytes, self._run_id)
+            self._open[name] = memory, self._slot.views(memory.data)
+        return self._open[name][0]
+
+    def send(self, ready: dict[str, Any], sources: Shards, deadline: float) -> None:
+        """Copy the edge into the segment of ``ready`` and let go of segments that the receiver replaced."""
+        segment = ready.get("segment")
+        if not isinstance(segment, dict):
+            raise TransferError(f"ready names the segment {segment!r}, expected an object")
+        self.map(segment)
+        live = ready.get("segments", [])
+        for name in [n for n in self._open if n not in live and n != segment["name"]]:
+            self._forget(name)
+        self._table.execute(sources, self._open[segment["name"]][1], threads=self._threads)
+
+    def _forget(self, name: str) -> None:
+        memory, views = self._open.pop(name)
+        del views
+        memory.close()
+
+    def close(self) -> None:
+        """Unmap everything; idempotent."""
+        for name in list(self._open):
+            self._forget(name)
+
+
+class ShmReceiver:
+    """The sender writes the slot; here is nothing to receive."""
+
+    name = "shm"
+
+    def ready(self, slot: Any) -> dict[str, Any]:
+        """The segment of the slot."""
+        return {"segment": slot.memory.describe()}
+
+    def receive(self, views: Shards, deadline: float) -> None:
+        """Nothing to do: the sender's ``done`` says that all is in place."""
+
+    def close(self) -> None:
+        """Nothing to close."""
