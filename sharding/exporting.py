@@ -108,8 +108,7 @@ def _groups(corr: Correspondence, arrays: dict[str, Any]) -> list[tuple[tuple[st
     groups: dict[Any, list[Leaf]] = {}
     for leaf in corr.exported:
         needed = leaf.params or tuple(corr.params)[:1]
-        sets = {arrays[p].sharding.device_set for p in needed if p in arrays}
-        frozen = {frozenset(s) for s in sets}
+        frozen = {frozenset(arrays[p].sharding.device_set) for p in needed}
         if len(frozen) != 1:
             raise MappingError(
                 f"computed leaf {leaf.name!r} needs parameters from {len(frozen)} sets of devices"

@@ -103,7 +103,7 @@ def split_rows(flat: Flat, row: int) -> list[Flat]:
     """Cuts so that in every piece the axes whose stride is no multiple of ``row`` stay within one row.
 
     Rows are ``row`` consecutive indices of the first side. Exact for any sizes and strides; periodic
-    structure is kept as an axis, so the number of pieces does not grow with the number of rows if strides divide it.
+    structure is kept as an axis: where strides divide, the number of pieces does not grow with the rows.
     """
     done: list[Flat] = []
     todo = [flat]

@@ -33,7 +33,7 @@ class Source:
     """Something that target elements are copies of.
 
     ``kind``: "param" (``name`` is its path), "computed" (``name`` says by what, ``node`` where in the
-    program) or "constant" (``values``). ``casts``: dtypes that it is converted to, one after the other, on the source.
+    program) or "constant" (``values``). ``casts``: dtypes that it is converted to, one after the other.
     ``params``: paths of the parameters that it depends on.
     """
 

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from typing import TYPE_CHECKING
+
+from jaxrl_sync.sharding.box import Box
+from jaxrl_sync.sharding.fragments import row_major
+from jaxrl_sync.sharding.layout import Placement
+from jaxrl_sync.sharding.matching import reduce
+
+if TYPE_CHECKING:
+    from jaxrl_sync.sharding.planning import Instance, Plan, Template
 
 MAX_DIMS = 6
 """Most dimensions that one copy block has; a block with more is cut along its outer ones."""
@@ -78,3 +88,69 @@ class RankPlan:
     def total_bytes(self) -> int:
         """Bytes over all edges."""
         return sum(e.total_bytes for e in self.edges)
+
+
+def materialise(plan: Plan, process: int, side: str) -> RankPlan:
+    """See `Plan.for_rank`."""
+    process_of = {**plan.source.devices, -1: -1}, plan.target.devices
+    edges: dict[tuple[int, int], list[Copy]] = {}
+    constants: list[Copy] = []
+    mine = [_moves_of(t, process, side, process_of) for t in plan.templates]
+    for instance in plan.instances:
+        template = plan.templates[instance.template]
+        for move in mine[instance.template]:
+            copy = _copy(template, instance, move)
+            if copy.source_device < 0:
+                constants.append(copy)
+            else:
+                key = process_of[0][copy.source_device], process_of[1][copy.target_device]
+                edges.setdefault(key, []).append(copy)
+    found = tuple(Edge(a, b, tuple(copies)) for (a, b), copies in sorted(edges.items()))
+    return RankPlan(process, side, found, tuple(constants))
+
+
+def _moves_of(
+    template: Template, process: int, side: str, process_of: tuple[dict[int, int], dict[int, int]]
+) -> list[int]:
+    devices = template.source_device if side == "source" else template.target_device
+    owners = process_of[0] if side == "source" else process_of[1]
+    return [i for i, d in enumerate(devices.tolist()) if owners[d] == process]
+
+
+def _copy(template: Template, instance: Instance, move: int) -> Copy:
+    """One move of one instance, in elements local to the two shards."""
+    source_device, target_device = int(template.source_device[move]), int(template.target_device[move])
+    low, high = template.low[move].tolist(), template.high[move].tolist()
+    block = template.block
+    s_box, s_strides = _local(template.source, False, source_device)
+    t_box, t_strides = _local(template.target, True, target_device)
+    columns = template.target.shape[-1] if template.target.shape else 1
+    rows = row_major(reduce(template.target, True).shape)
+    s_at = [i + k - b for i, k, b in zip(block.source_start, instance.shift, s_box.start, strict=True)]
+    t_index = list(block.target_start)
+    shape, s_steps, t_steps, flat_steps = [], [], [], []
+    for a, i, j in zip(block.links, low, high, strict=True):
+        if a.source_dim >= 0:
+            s_at[a.source_dim] += i * a.source_stride
+        t_index[a.target_dim] += i * a.target_stride
+        if j - i > 1:
+            shape.append(j - i)
+            s_steps.append(a.source_stride * s_strides[a.source_dim] if a.source_dim >= 0 else 0)
+            t_steps.append(a.target_stride * t_strides[a.target_dim])
+            flat_steps.append(a.target_stride * rows[a.target_dim])
+    flat = sum(i * s for i, s in zip(t_index, rows, strict=True))
+    t_offset = sum((i - b) * s for i, b, s in zip(t_index, t_box.start, t_strides, strict=True))
+    return Copy(
+        source_device, instance.leaf, target_device, instance.target_path, template.itemsize, tuple(shape),
+        sum(i * s for i, s in zip(s_at, s_strides, strict=True)), tuple(s_steps), t_offset, tuple(t_steps),
+        flat // columns, tuple(s // columns if s % columns == 0 else 0 for s in flat_steps),
+        flat % columns, tuple(0 if s % columns == 0 else s for s in flat_steps),
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _local(placement: Placement, keep_last: bool, device: int) -> tuple[Box, tuple[int, ...]]:
+    """The device's box in merged dimensions, and the strides of its row-major shard."""
+    number = list(placement.by_box).index(placement.by_device[device].box)
+    box = reduce(placement, keep_last).boxes[number]
+    return box, row_major(box.shape)

@@ -1,0 +1,284 @@
+"""Plans: all copies between the devices of two layouts, kept factored.
+
+A *template* is the geometry of one class of tensors: which part of a block goes from which source device to
+which target device. An *instance* applies a template to one target tensor and one source leaf; layers and
+experts differ by a shift along dimensions that no source device splits. So the size of a plan follows the
+number of tensors plus the number of device pairs per class, never their product.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxrl_sync.sharding import codec
+from jaxrl_sync.sharding.balance import Loads
+from jaxrl_sync.sharding.box import Box
+from jaxrl_sync.sharding.correspondence import Correspondence
+from jaxrl_sync.sharding.coverage import prove_coverage
+from jaxrl_sync.sharding.errors import MappingError
+from jaxrl_sync.sharding.layout import Layout, Placement, Shard, dtype_of
+from jaxrl_sync.sharding.matching import Block, IntArray, Reduced, blocks_of, match, reduce
+from jaxrl_sync.sharding.rank_plan import RankPlan, materialise
+
+_MAGIC = b"jaxrl.plan\x01"
+CONSTANT_DEVICE = -1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Template:
+    """Moves of one block between two placements: per move a source and a target device and an axis-space box."""
+
+    source: Placement
+    target: Placement
+    itemsize: int
+    block: Block
+    source_device: IntArray
+    target_device: IntArray
+    low: IntArray
+    high: IntArray
+
+    @property
+    def volumes(self) -> IntArray:
+        """Elements per move."""
+        return np.prod(self.high - self.low, axis=1, dtype=np.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instance:
+    """A template for one tensor; ``shift`` is added to the block's source start, per merged dimension."""
+
+    template: int
+    target_path: str
+    leaf: str
+    shift: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """See `plan`. Deterministic: both sides build the same one and compare digests."""
+
+    source: Layout
+    target: Layout
+    correspondence: Correspondence
+    templates: tuple[Template, ...] = dataclasses.field(repr=False)
+    instances: tuple[Instance, ...] = dataclasses.field(repr=False)
+
+    @property
+    def constant_values(self) -> dict[str, npt.NDArray[Any]]:
+        """Leaf name -> flat elements of every constant, which receivers write themselves."""
+        return self.correspondence.constants
+
+    def for_rank(self, process: int, side: str = "source") -> RankPlan:
+        """The copies that one process sends (side "source") or receives ("target").
+
+        An edge lists the same copies in the same order on both sides.
+        """
+        if side not in ("source", "target"):
+            raise MappingError(f'side must be "source" or "target", found {side!r}')
+        layout = self.source if side == "source" else self.target
+        processes = set(layout.devices.values())
+        if process not in processes:
+            raise MappingError(f"{side} has processes {sorted(processes)}, not {process}")
+        return materialise(self, process, side)
+
+    def to_bytes(self) -> bytes:
+        """Canonical bytes of the plan with its layouts and correspondence."""
+        out = codec.Writer(_MAGIC)
+        for part in (
+            self.source.to_bytes(),
+            self.target.to_bytes(),
+            self.correspondence.to_bytes(),
+            self._moves,
+        ):
+            out.raw(part)
+        out.text(self.digest)
+        return out.getvalue()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Plan:
+        """Reads `to_bytes`: plans again from the layouts and compares. Corrupted or stale: `MappingError`."""
+        read = codec.Reader(data, _MAGIC, "plan")
+        source, target, corr, moves = read.raw(), read.raw(), read.raw(), read.raw()
+        claimed = read.text()
+        read.end()
+        made = plan(Layout.from_bytes(source), Layout.from_bytes(target), Correspondence.from_bytes(corr))
+        if made._moves != moves or made.digest != claimed:
+            raise MappingError(
+                f"plan is corrupted or stale: it says digest {claimed}, its layouts give {made.digest}"
+            )
+        return made
+
+    @property
+    def digest(self) -> str:
+        """32 hexadecimal digits over layouts, correspondence and every move."""
+        return self._digest
+
+    @functools.cached_property
+    def _digest(self) -> str:
+        parts = (
+            self.source.digest,
+            self.target.digest,
+            self.correspondence.digest,
+            codec.digest(self._moves),
+        )
+        return codec.digest("/".join(parts).encode())
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @functools.cached_property
+    def _moves(self) -> bytes:
+        out = codec.Writer(b"")
+        out.integer(len(self.templates))
+        for t in self.templates:
+            for a in t.block.links:
+                out.integers((a.size, a.target_dim, a.target_stride, a.source_dim, a.source_stride))
+            out.integers(t.block.target_start)
+            out.integers(t.block.source_start)
+            table = np.concatenate(
+                [t.source_device[:, None], t.target_device[:, None], t.low, t.high], axis=1
+            )
+            out.integers(table.shape)
+            out.raw(np.ascontiguousarray(table, "<i8").tobytes())
+        out.integer(len(self.instances))
+        for i in self.instances:
+            out.integers((i.template, *i.shift))
+            out.text(i.target_path)
+            out.text(i.leaf)
+        return out.getvalue()
+
+    def report(self) -> str:
+        """Bytes, edges, balance and run lengths, in words."""
+        from jaxrl_sync.sharding.describe import report
+
+        return report(self)
+
+    def explain(self, path: str) -> str:
+        """Where one target tensor comes from and who sends it, in words."""
+        from jaxrl_sync.sharding.describe import explain
+
+        return explain(self, path)
+
+
+def plan(
+    source: Layout, target: Layout, correspondence: Correspondence, topology: Any = None, policy: Any = None
+) -> Plan:
+    """All copies that turn ``source`` into ``target`` as ``correspondence`` says, proved complete and disjoint.
+
+    ``source``: `Correspondence.export_layout`, or the layout of the parameters (from which it follows).
+    Every element of every target shard is written exactly once, by one source replica; replicas share the load.
+    Raises `MappingError` if a layout does not hold each element, or a tensor is missing or of another shape.
+    """
+    source = _export_layout(source, correspondence)
+    _check_target(target, correspondence)
+    makers: dict[Any, int] = {}
+    drafts: list[tuple[Placement, Placement, int, Block, str]] = []
+    instances: list[Instance] = []
+    sources = [_leaf_placement(leaf, source) for leaf in correspondence.leaves]
+    cuts: dict[Any, list[Block]] = {}
+    for path, tensor in correspondence.tensors.items():
+        prove_coverage(path, tensor)
+        to = target[path].placement
+        reduced_to = reduce(to, True)
+        for f in tensor.fragments:
+            leaf, place = correspondence.leaves[f.source], sources[f.source]
+            reduced = reduce(place, False)
+            for block in _blocks(cuts, f, to, reduced_to, place, reduced):
+                shift = tuple(
+                    i if full else 0 for i, full in zip(block.source_start, reduced.full, strict=True)
+                )
+                start = tuple(i - k for i, k in zip(block.source_start, shift, strict=True))
+                still = dataclasses.replace(block, source_start=start)
+                itemsize = dtype_of(leaf.dtype).itemsize
+                key = (id(to), id(place), itemsize, still)
+                if key not in makers:
+                    makers[key] = len(drafts)
+                    drafts.append((place, to, itemsize, still, path))
+                instances.append(Instance(makers[key], path, leaf.name, shift))
+    counts = np.bincount([i.template for i in instances], minlength=len(drafts))
+    loads = Loads()
+    made: dict[int, Template] = {}
+    for number in sorted(range(len(drafts)), key=lambda n: -int(counts[n]) * _weight(drafts[n])):
+        made[number] = _template(*drafts[number], int(counts[number]), loads)
+    return Plan(source, target, correspondence, tuple(made[n] for n in range(len(drafts))), tuple(instances))
+
+
+def _blocks(
+    cuts: dict[Any, list[Block]],
+    fragment: Any,
+    to: Placement,
+    reduced_to: Reduced,
+    place: Placement,
+    reduced: Reduced,
+) -> list[Block]:
+    """Blocks of a fragment; equal fragments but for whole rows of an unsplit first dimension are cut once."""
+    row = math.prod(reduced.shape[1:]) if reduced.full and reduced.full[0] else 0
+    rows = fragment.offset // row if row else 0
+    if rows and sum(min(0, (n - 1) * t) for n, _, t in fragment.axes) + fragment.offset % row < 0:
+        rows = 0
+    still = fragment._replace(offset=fragment.offset - rows * row, source=0)
+    key = (id(to), id(place), still)
+    if key not in cuts:
+        cuts[key] = blocks_of(still, reduced_to, reduced)
+    if not rows:
+        return cuts[key]
+    return [
+        dataclasses.replace(b, source_start=(b.source_start[0] + rows, *b.source_start[1:]))
+        for b in cuts[key]
+    ]
+
+
+def _weight(draft: tuple[Placement, Placement, int, Block, str]) -> int:
+    return draft[3].num_elements * draft[2]
+
+
+def _leaf_placement(leaf: Any, source: Layout) -> Placement:
+    if leaf.kind != "constant":
+        return source[leaf.name].placement
+    shape = (math.prod(leaf.shape),)
+    return Placement(shape, (Shard(CONSTANT_DEVICE, CONSTANT_DEVICE, Box.whole(shape)),))
+
+
+def _template(
+    place: Placement, to: Placement, itemsize: int, block: Block, name: str, count: int, loads: Loads
+) -> Template:
+    pairs = match(block, reduce(to, True), reduce(place, False), name)
+    holders = [[s.device for s in shards] for shards in place.by_box.values()]
+    takers = [[s.device for s in shards] for shards in to.by_box.values()]
+    volumes = np.prod(pairs.high - pairs.low, axis=1, dtype=np.int64)
+    senders, receivers, rows = [], [], []
+    for row, (s, t, volume) in enumerate(zip(pairs.source, pairs.target, volumes, strict=True)):
+        for device in takers[t]:
+            senders.append(loads.take(holders[s], int(volume) * itemsize * count))
+            receivers.append(device)
+            rows.append(row)
+    return Template(
+        place, to, itemsize, block, np.array(senders, np.int64), np.array(receivers, np.int64),
+        pairs.low[rows], pairs.high[rows],
+    )  # fmt: skip
+
+
+def _export_layout(source: Layout, corr: Correspondence) -> Layout:
+    names = {leaf.name for leaf in corr.exported}
+    if set(source) >= names and all(source[leaf.name].dtype == leaf.dtype for leaf in corr.exported):
+        return source if set(source) == names else Layout({n: source[n] for n in names})
+    return corr.export_layout_of(source)
+
+
+def _check_target(target: Layout, corr: Correspondence) -> None:
+    for path, tensor in corr.tensors.items():
+        found = target[path]
+        if (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
+            raise MappingError(
+                f"target {path!r} is {found.dtype}{list(found.shape)}, the correspondence makes "
+                f"{tensor.dtype}{list(tensor.shape)}"
+            )
+    for path in target:
+        if path not in corr.tensors:
+            raise MappingError(f"target tensor {path!r} is not part of the correspondence")
