@@ -82,12 +82,12 @@ class RolloutDispatcher:
         """Stop the task of a group that the book has already given up, and abort it at its engine."""
         if group is None:
             return
+        ids = sorted(self._player.outstanding.get(group.gid, ()))
         task = self._tasks.get(group.gid)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
         engine = self._engines.get(group.engine)
-        if engine is not None and engine.state != "gone":
-            ids = self._player.request_ids(self.request_id(group), group.size)
+        if ids and engine is not None and engine.state != "gone":
             abort = asyncio.create_task(self._abort(engine, ids))
             self._aborts.add(abort)
             abort.add_done_callback(self._aborts.discard)
@@ -203,6 +203,7 @@ class RolloutDispatcher:
 
     def _ended(self, gid: int, task: asyncio.Task[None]) -> None:
         self._tasks.pop(gid, None)
+        self._player.outstanding.pop(gid, None)
         if not task.cancelled() and task.exception() is not None:
             self._failure = self._failure or task.exception()
         self._signal.notify()

@@ -44,6 +44,8 @@ class Player:
     task: Task
     client: EngineClient
     env_timeout_s: float
+    outstanding: dict[int, set[str]] = dataclasses.field(default_factory=dict)
+    """Group id -> ids of the requests it has at its engine now."""
 
     async def play(
         self,
@@ -81,11 +83,6 @@ class Player:
         finally:
             for task in tasks:
                 task.cancel()
-
-    def request_ids(self, request_id: str, members: int) -> list[str]:
-        """All ids under which a group of that many members may have a request at its engine."""
-        later = (f"{request_id}.{i}.{t}" for i in range(members) for t in range(1, self.task.max_turns))
-        return [request_id, *later]
 
     async def _prompt(self, uid: str) -> list[int]:
         try:
@@ -160,7 +157,12 @@ class Player:
     ) -> list[Turn]:
         timeout_s = table.remaining_s()
         body = table.body(request_id, prompt, n, budget, timeout_s)
-        answer = await self.client.generate(table.engine, body, timeout_s)
+        ids = self.outstanding.setdefault(table.group.gid, set())
+        ids.add(request_id)
+        try:
+            answer = await self.client.generate(table.engine, body, timeout_s)
+        finally:
+            ids.discard(request_id)
         return table.turns(answer, n, prompt if appended is None else appended)
 
 

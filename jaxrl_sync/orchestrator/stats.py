@@ -16,7 +16,7 @@ from jaxrl_sync.orchestrator.policy import Policy
 from jaxrl_sync.orchestrator.train_sink import BatchFacts
 from jaxrl_sync.orchestrator.weight_watcher import Swap
 
-STALL_KEY = "stall_s"
+STALL_KEY = "publish_s"
 
 
 class RunStats:
@@ -48,7 +48,7 @@ class RunStats:
         self.multi_version += facts.multi_version
         self.loss_tokens += facts.loss_tokens
         self.reward, self.steps_done = facts.reward_mean, self.steps_done + 1
-        if STALL_KEY in ack.metrics:
+        if ack.metrics.get(STALL_KEY):
             self.stalls_s.append(float(ack.metrics[STALL_KEY]))
         now = time.monotonic()
         step_s, self._last_step_t = now - self._last_step_t, now

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,20 +10,7 @@ from hypothesis import strategies as st
 
 from jaxrl_sync.orchestrator.errors import BarrenError
 
-
-def _simulator() -> Any:
-    """The sibling module, by path: test folders are no packages."""
-    name = "orchestrator_simulator"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("simulator.py"))
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
-sim = _simulator()
+from . import simulator as sim
 
 SCHEDULES = st.fixed_dictionaries(
     {

@@ -1,0 +1,285 @@
+"""Fault injectors around the real loop: an engine over HTTP, a trainer over its data connection, a real hub.
+
+The engine double speaks the engine's HTTP contract on a real port and makes tokens from the request id
+alone; the trainer double uses the product's own ``BatchReceiver`` and announces versions at the product's
+own hub.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from jaxrl_sync.batch.connection import Ack, BatchReceiver, ConnectionConfig, TrainerState
+from jaxrl_sync.batch.frame import BatchFrame
+from jaxrl_sync.transfer import auth
+from jaxrl_sync.transfer.errors import TransferError
+from jaxrl_sync.transfer.hub.client import HubClient
+from jaxrl_sync.transfer.hub.server import run_hub
+from jaxrl_sync.transfer.version import Version
+
+LINEAGE = "abc"
+
+
+@dataclasses.dataclass
+class EngineBehaviour:
+    """How an engine double acts; changed while it runs."""
+
+    token_s: float = 0.002
+    tokens: int = 3
+    swap_s: float = 0.01
+    status: int = 0
+    hang: Callable[[dict[str, Any]], bool] = lambda body: False
+    finish: Callable[[dict[str, Any], int], str] = lambda body, index: "stop"
+    swap_status: int = 0
+
+
+class EngineDouble:
+    """One engine on a port of its own, in a thread of its own. ``kill()`` breaks all its connections."""
+
+    def __init__(
+        self, name: str, hub_url: str, token_file: Path, behaviour: EngineBehaviour | None = None
+    ) -> None:
+        self.name, self.behaviour = name, behaviour or EngineBehaviour()
+        self._token = auth.load_token(token_file)
+        self.version: Version | None = None
+        self.requests: list[dict[str, Any]] = []
+        self.log: list[tuple[float, str, Any]] = []
+        self.pins: list[Version] = []
+        self._abort: dict[str, asyncio.Event] = {}
+        self._sock = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._sock.getsockname()[1]}"
+        routes = [
+            Route("/generate", self._generate, methods=["POST"]),
+            Route("/abort", self._abort_call, methods=["POST"]),
+            Route("/swap", self._swap, methods=["POST"]),
+            Route("/health", self._health),
+        ]
+        config = uvicorn.Config(
+            Starlette(routes=routes), log_level="critical", lifespan="off", timeout_graceful_shutdown=1
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+        self._hub = HubClient(hub_url, token_file)
+        info = {"url": self.url, "replica": 0, "slots": 16, "max_len": 64}
+        self._lease = self._hub.register("engine", name, info=info, ttl_s=1.0)
+
+    def _serve(self) -> None:
+        asyncio.run(self._server.serve(sockets=[self._sock]))
+
+    def kill(self) -> None:
+        """As SIGKILL: no answer, no farewell; the lease runs out by itself."""
+        self._lease._closed.set()
+        self._server.force_exit = self._server.should_exit = True
+        self._thread.join(5.0)
+        self._sock.close()
+
+    def close(self) -> None:
+        """End it in order."""
+        self._hub.close()
+        self._server.force_exit = self._server.should_exit = True
+        self._thread.join(5.0)
+        self._sock.close()
+
+    def _authorised(self, request: Request) -> bool:
+        return auth.check_bearer(request.headers.get("authorization"), self._token)
+
+    async def _generate(self, request: Request) -> Response:
+        if not self._authorised(request):
+            return JSONResponse({"error": "token"}, 401)
+        body = await request.json()
+        self.requests.append(body)
+        self.log.append((time.monotonic(), "generate", body["request_id"]))
+        if self.behaviour.status:
+            return JSONResponse({"error": "injected"}, self.behaviour.status)
+        if self.version is None:
+            return JSONResponse({"error": "no version"}, 503)
+        if body["version"] is not None:
+            pin = Version(**body["version"])
+            self.pins.append(pin)
+            if pin != self.version:
+                return JSONResponse({"error": f"pin {pin}, serves {self.version}"}, 409)
+        aborted = self._abort.setdefault(body["request_id"], asyncio.Event())
+        try:
+            samples = await self._decode(body, aborted)
+        finally:
+            self._abort.pop(body["request_id"], None)
+        timing = {"queue_s": 0.0, "prefill_s": 0.0, "decode_s": self.behaviour.token_s}
+        return JSONResponse(
+            {
+                "request_id": body["request_id"],
+                "engine": self.name,
+                "samples": samples,
+                "lineages": [self.version.lineage],
+                "timing": timing,
+            }
+        )
+
+    async def _decode(self, body: dict[str, Any], aborted: asyncio.Event) -> list[dict[str, Any]]:
+        length = min(self.behaviour.tokens, body["sampling"]["max_tokens"])
+        samples: list[dict[str, Any]] = [
+            {"tokens": [], "logprobs": [], "versions": [], "finish_reason": "", "extras": {}}
+            for _ in range(body["n"])
+        ]
+        began = time.monotonic()
+        hangs = self.behaviour.hang(body)
+        while hangs and not aborted.is_set() and time.monotonic() - began < body["timeout_s"]:
+            await asyncio.sleep(0.01)
+        for position in range(length):
+            await asyncio.sleep(self.behaviour.token_s)
+            assert self.version is not None
+            for index, sample in enumerate(samples):
+                sample["tokens"].append(_token(body["request_id"], index, position))
+                sample["logprobs"].append(-1.5)
+                sample["versions"].append(self.version.number)
+        for index, sample in enumerate(samples):
+            over = time.monotonic() - began >= body["timeout_s"]
+            reason = (
+                "abort" if aborted.is_set() else "timeout" if over else self.behaviour.finish(body, index)
+            )
+            sample["finish_reason"] = reason
+        return samples
+
+    async def _abort_call(self, request: Request) -> Response:
+        ids = (await request.json())["request_ids"]
+        self.log.append((time.monotonic(), "abort", tuple(ids)))
+        for request_id in ids:
+            if request_id in self._abort:
+                self._abort[request_id].set()
+        return JSONResponse({"aborted": len(ids)})
+
+    async def _swap(self, request: Request) -> Response:
+        body = await request.json()
+        if self.behaviour.swap_status:
+            return JSONResponse({"error": "injected"}, self.behaviour.swap_status)
+        self.log.append((time.monotonic(), "swap", body["number"]))
+        await asyncio.sleep(self.behaviour.swap_s)
+        self.version = Version(body["lineage"], body["number"])
+        return JSONResponse(
+            {
+                "lineage": self.version.lineage,
+                "number": self.version.number,
+                "pause_s": 0.001,
+                "step": 1,
+                "bytes": 1000,
+                "prepare_s": self.behaviour.swap_s,
+                "verify_s": 0.0,
+                "transport": "double",
+            }
+        )
+
+    async def _health(self, request: Request) -> Response:
+        version = None if self.version is None else dataclasses.asdict(self.version)
+        return JSONResponse({"state": "ready" if version else "starting", "version": version})
+
+
+def _token(request_id: str, index: int, position: int) -> int:
+    """A token that depends on nothing but the request, the sample and the position."""
+    return zlib.crc32(f"{request_id}/{index}/{position}".encode()) % 10
+
+
+class TrainerDouble:
+    """Takes batches through the real ``BatchReceiver``, announces each version at the real hub."""
+
+    def __init__(
+        self,
+        hub_url: str,
+        token_file: Path,
+        *,
+        number: int = 0,
+        cursor: dict[str, Any] | None = None,
+        train_s: float = 0.02,
+        lineage: str = LINEAGE,
+    ) -> None:
+        token = auth.load_token(token_file)
+        self.train_s, self.lineage = train_s, lineage
+        self.frames: list[BatchFrame] = []
+        self.freeze = threading.Event()
+        self.die_at: int | None = None
+        self._hub = HubClient(hub_url, token_file)
+        self._publisher = self._hub.register("publisher", "trainer", info={"model": "policy"}, ttl_s=5.0)
+        self._state = TrainerState(lineage, number, cursor or {})
+        self._token, self._run_id = token, auth.run_id_of(token)
+        self._config = ConnectionConfig(heartbeat_s=0.2, silence_s=3.0)
+        self.receiver = self._listen()
+        self._announce(number)
+        info = {"data_url": self.receiver.address, "data_rank": 0, "data_ranks": 1, "rows": 4, "seq_len": 64}
+        self._lease = self._hub.register("trainer", "trainer-0", info=info, ttl_s=1.0)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> BatchReceiver:
+        return BatchReceiver(
+            self._state, token=self._token, run_id=self._run_id, data_rank=0, config=self._config
+        )
+
+    def _announce(self, number: int) -> None:
+        version = {"lineage": self.lineage, "number": number}
+        self._publisher.call("/v1/event/announce", {"model": "policy", "version": version, "bytes": 8})
+
+    def _loop(self) -> None:
+        while not self._stop.is_set():
+            try:
+                frame = self.receiver.receive(0.1)
+            except TransferError:
+                return
+            if frame is None:
+                continue
+            if frame.header.step == self.die_at:
+                self.receiver.close()
+                return
+            while self.freeze.is_set() and not self._stop.is_set():
+                time.sleep(0.01)
+            time.sleep(self.train_s)
+            self.frames.append(frame)
+            self._announce(frame.header.step)
+            metrics = {"loss": 0.5, "publish_s": 0.001}
+            self.receiver.commit(
+                Ack(frame.header.step, self.lineage, frame.header.step, metrics), frame.header.cursor
+            )
+
+    def close(self) -> None:
+        """End threads and sockets."""
+        self._stop.set()
+        self.receiver.close()
+        self._thread.join(5.0)
+        self._hub.close()
+
+
+@contextlib.contextmanager
+def hub(token_file: Path) -> Iterator[str]:
+    """A real hub in a thread; yields its address."""
+    stop, urls = threading.Event(), []
+    up = threading.Event()
+
+    def announce(url: str) -> None:
+        urls.append(url)
+        up.set()
+
+    thread = threading.Thread(
+        target=lambda: run_hub("127.0.0.1", 0, token_file, stop=stop, announce=announce, ttl_s=2.0),
+        daemon=True,
+    )
+    thread.start()
+    assert up.wait(20.0)
+    try:
+        yield urls[0]
+    finally:
+        stop.set()
+        thread.join(10.0)
