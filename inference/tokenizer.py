@@ -137,16 +137,14 @@ class CharTokenizer:
         return None
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """One id per character, after BOS if asked for; TokenizerError names a character without an id."""
-        ids = [BOS_ID] if add_special_tokens else []
+        """One id per character, never a special one; TokenizerError names a character without an id."""
         try:
-            ids.extend([self._ids[c] for c in text])
+            return [self._ids[c] for c in text]
         except KeyError as missing:
             char = missing.args[0]
             raise TokenizerError(
                 f"character {char!r} at position {text.index(char)} is not in the alphabet {self.alphabet!r}"
             ) from None
-        return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(self._text(i, skip_special_tokens) for i in ids)
