@@ -84,6 +84,8 @@ class ProcessContext:
             if path.exists():
                 return str(json.loads(path.read_text(encoding="utf8"))["url"])
             time.sleep(0.05)
+        if self.stop.is_set():
+            raise PeerError(f"{self.name}: told to stop while it looked for the hub")
         raise PeerError(f"{self.name}: no hub within {timeout_s:g} s: {path} did not appear")
 
     def announce(self, url: str | None = None) -> None:
