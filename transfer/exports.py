@@ -18,9 +18,9 @@ from jaxrl_sync.transfer.version import Version
 Shards = dict[tuple[int, str], npt.NDArray[Any]]
 
 
-@functools.cache
-def _copier() -> Any:
-    return jax.jit(lambda xs: [jnp.copy(x) for x in xs])
+@functools.lru_cache(maxsize=8)
+def _copier(shardings: tuple[Any, ...]) -> Any:
+    return jax.jit(lambda xs: [jnp.copy(x) for x in xs], out_shardings=list(shardings))
 
 
 def export(correspondence: Correspondence, tree: Any) -> dict[str, jax.Array]:
@@ -43,7 +43,8 @@ def export_kind(correspondence: Correspondence) -> str:
 def snapshot(tree: Any) -> Any:
     """A copy of the whole tree in its own dtype, for receivers that aren't known yet; blocks until done."""
     leaves, structure = jax.tree.flatten(tree)
-    copies = jax.tree.unflatten(structure, _copier()(leaves) if leaves else [])
+    copier = _copier(tuple(x.sharding for x in leaves))  # sharded alike: one program exports both
+    copies = jax.tree.unflatten(structure, copier(leaves) if leaves else [])
     jax.block_until_ready(copies)
     return copies
 

@@ -90,7 +90,7 @@ class Links:
     def write_constants(self, slot: Slot) -> None:
         """Elements that the conversion fixes never travel: they are written once into each new slot."""
         if self._pairing is not None and self._plan.constants:
-            values = self._pairing.plan.constant_values
+            values = {(-1, name): v for name, v in self._pairing.plan.constant_values.items()}
             CopyTable.direct(self._plan.constants).execute(values, slot.views)
 
     def update(self, publishers: list[Member], serving: int | None) -> None:

@@ -450,9 +450,9 @@ class Subscriber:
         }
 
         def report() -> None:
-            for link in self._links.all:
-                link.tell(message)
             self._advance(offer, "installed")
 
+        for link in self._links.all:
+            link.tell(message)
         self._reports.put(report)
         return tree

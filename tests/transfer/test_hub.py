@@ -23,6 +23,7 @@ from jaxrl_sync.transfer.hub.client import HubClient, HubRefused
 from jaxrl_sync.transfer.hub.server import run_hub
 from jaxrl_sync.transfer.hub.state import HubState, MemberKey
 from jaxrl_sync.transfer.version import Version
+from tests.transfer.models import ServerThread
 
 A1, A2, B0 = Version("a", 1), Version("a", 2), Version("b", 0)
 PUB = MemberKey("publisher", "trainer", 0)
@@ -148,45 +149,6 @@ def test_restarted_replica_is_offered_the_current_weights() -> None:
     assert offer(state, sub("x")) is None
     state = run(state, join(sub("x"), incarnation="j"))
     assert offer(state, sub("x"), "j") is not None
-
-
-class ServerThread:
-    """A hub in a thread of this process."""
-
-    def __init__(self, token_file: Path, port: int = 0) -> None:
-        self.stop = threading.Event()
-        ready = threading.Event()
-        self.url = ""
-
-        def announced(url: str) -> None:
-            self.url = url
-            ready.set()
-
-        self.thread = threading.Thread(
-            target=run_hub,
-            args=("127.0.0.1", port, token_file),
-            kwargs={"stop": self.stop, "announce": announced, "ttl_s": 2.0},
-        )
-        self.thread.start()
-        assert ready.wait(10)
-
-    def close(self) -> None:
-        self.stop.set()
-        self.thread.join(10)
-        assert not self.thread.is_alive()
-
-
-@pytest.fixture
-def token_file(tmp_path: Path) -> Path:
-    auth.create_token(tmp_path / "token")
-    return tmp_path / "token"
-
-
-@pytest.fixture
-def hub(token_file: Path) -> Iterator[ServerThread]:
-    server = ServerThread(token_file)
-    yield server
-    server.close()
 
 
 def test_client_registers_announces_and_polls(hub: ServerThread, token_file: Path) -> None:

@@ -1,0 +1,111 @@
+"""Helpers of the transfer tests: a hub in a thread, a small model on two meshes, and what a process holds."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_sync.sharding.paths import leaves_by_path
+from jaxrl_sync.sharding.presets import qwen3
+from jaxrl_sync.transfer import auth
+from jaxrl_sync.transfer.hub.server import run_hub
+
+CONFIG = qwen3.DecoderConfig(
+    vocab_size=64, num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=64
+)
+AXES = {"embed": "fsdp", "vocab": "tp", "heads": "tp", "kv_heads": "tp", "ff": "tp"}
+
+
+class ServerThread:
+    """A hub in a thread of this process."""
+
+    def __init__(self, token_file: Path, port: int = 0, ttl_s: float = 2.0) -> None:
+        self.stop = threading.Event()
+        ready = threading.Event()
+        self.url = ""
+
+        def announced(url: str) -> None:
+            self.url = url
+            ready.set()
+
+        self.thread = threading.Thread(
+            target=run_hub,
+            args=("127.0.0.1", port, token_file),
+            kwargs={"stop": self.stop, "announce": announced, "ttl_s": ttl_s},
+        )
+        self.thread.start()
+        assert ready.wait(10)
+
+    def close(self) -> None:
+        self.stop.set()
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+
+
+def segments(token_file: Path) -> list[str]:
+    """Names of the shared memory of the run that a token belongs to."""
+    prefix = f"jaxrl_sync-{auth.run_id_of(auth.load_token(token_file))}-"
+    return sorted(n for n in os.listdir("/dev/shm") if n.startswith(prefix))
+
+
+def open_fds() -> int:
+    """File descriptors of this process."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def mesh(shape: tuple[int, ...], names: tuple[str, ...], first: int = 0) -> Mesh:
+    """A mesh with automatic axes over some devices of this process."""
+    count = int(np.prod(shape))
+    devices = np.array(jax.devices()[first : first + count]).reshape(shape)
+    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def trainer_params(seed: int = 0, config: qwen3.DecoderConfig = CONFIG) -> Any:
+    """Random fp32 parameters sharded over devices 0 to 3, fsdp=2 x tp=2."""
+    grid = mesh((2, 2), ("fsdp", "tp"))
+    rng = np.random.default_rng(seed)
+
+    def make(path: Any, leaf: Any) -> jax.Array:
+        name = "/".join(p.key for p in path)
+        spec: list[str | None] = []
+        for axis, size in zip(qwen3.TRAINER_AXES[name], leaf.shape, strict=True):
+            mapped = AXES.get(axis)
+            spec.append(mapped if mapped not in spec and size % 2 == 0 else None)
+        value = rng.standard_normal(leaf.shape, dtype=np.float32)
+        return jax.device_put(value, NamedSharding(grid, PartitionSpec(*spec)))
+
+    return jax.tree_util.tree_map_with_path(make, qwen3.trainer_shapes(config))
+
+
+def convert(params: Any) -> Any:
+    """The conversion of these tests: the preset's, to bf16, for tp=2."""
+    return qwen3.convert(params, CONFIG, 2, jnp.bfloat16)
+
+
+def engine_target(first: int = 4) -> Any:
+    """The engine tree on two devices, tp=2."""
+    return qwen3.engine_abstract(CONFIG, mesh((2,), ("tp",), first))
+
+
+def host(tree: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """Path -> the bits of each leaf, read from its shards: np.asarray of an aliasing array may be stale."""
+    found = {}
+    for path, leaf in leaves_by_path(tree).items():
+        value = np.zeros(leaf.shape, leaf.dtype)
+        for shard in leaf.addressable_shards:
+            value[shard.index] = np.asarray(shard.data)
+        found[path] = value.reshape(-1).view(np.uint8)
+    return found
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether two trees have equal paths and bits."""
+    x, y = host(a), host(b)
+    return x.keys() == y.keys() and all(np.array_equal(x[p], y[p]) for p in x)
