@@ -197,8 +197,8 @@ def listen(host: str, port: int = 0, backlog: int = 64) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Accepted sockets inherit it. An HTTP answer goes out in two writes; without this each waits 40 ms for
-        # a delayed acknowledgement (asyncio sets it by itself only where it made the socket).
+        # Accepted sockets inherit it. An HTTP answer goes out in two writes; without this each waits 40 ms
+        # for a delayed acknowledgement (asyncio sets it by itself only where it made the socket).
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.bind((host, port))
         sock.listen(backlog)

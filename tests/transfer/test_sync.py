@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 
-from jaxrl_sync.sharding import Layout
 from jaxrl_sync.transfer import Publisher, PublisherConfig, Subscriber, SubscriberConfig, Version
-from jaxrl_sync.transfer.errors import DeadlineError, MismatchError, TransferError
 from tests.transfer.models import (
     ServerThread,
     convert,
     engine_target,
-    open_fds,
     same_bits,
-    segments,
     trainer_params,
 )
 
