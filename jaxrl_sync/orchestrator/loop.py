@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -245,8 +245,8 @@ def _eval_items(config: LoopConfig, data: Dataset) -> int:
 
 
 async def supervise(
-    endless: dict[str, Coroutine[Any, Any, None]],
-    ending: dict[str, Coroutine[Any, Any, None]],
+    endless: Mapping[str, Coroutine[Any, Any, None]],
+    ending: Mapping[str, Coroutine[Any, Any, None]],
     shutdown_timeout_s: float,
 ) -> None:
     """Run all until every one in ``ending`` has returned; then, or on the first error, cancel the rest.

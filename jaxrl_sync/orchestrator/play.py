@@ -34,7 +34,8 @@ class EpisodeError(Exception):
 
     def __init__(self, fate: Fate, reason: str) -> None:
         super().__init__(reason)
-        self.fate, self.reason = fate, reason
+        self.fate: Fate = fate
+        self.reason = reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,13 +86,15 @@ class Player:
                 task.cancel()
 
     async def _prompt(self, uid: str) -> list[int]:
+        def make() -> list[int]:
+            return [int(t) for t in self.task.prompt(uid)]
+
         try:
-            return await in_thread(self.task.prompt, uid, timeout_s=self.env_timeout_s, what="a prompt")
+            return await in_thread(make, timeout_s=self.env_timeout_s, what="a prompt")
         except Exception as error:  # whatever a task raises is its prompt's failure
             raise EpisodeError("errored", f"prompt:{type(error).__name__}") from error
 
     async def _member(self, table: _Request, context: _Context, turn: Turn) -> Episode:
-        environment: Environment | None = None
         turns: list[Turn] = []
         env_s = 0.0
         while True:
@@ -101,9 +104,7 @@ class Player:
             if self.task.max_turns <= 1:
                 break
             began = time.monotonic()
-            if environment is None:
-                environment = await self._in_task(self.task.environment, context.uid)
-            step: Step = await self._in_task(environment.step, [int(t) for t in turn.tokens])
+            step: Step = await self._in_task(self._step, context, [int(t) for t in turn.tokens])
             env_s += time.monotonic() - began
             context.tokens.extend(step.tokens)
             budget = self._turn_budget(table, context.left, len(context.tokens))
@@ -113,6 +114,13 @@ class Player:
             turn = (await self._ask(table, name, context.tokens, 1, budget, step.tokens))[0]
         turns[-1] = dataclasses.replace(turns[-1], timing=turns[-1].timing + Timing(env_s=env_s))
         return table.episode(context, turns)
+
+    def _step(self, context: _Context, tokens: list[int]) -> Step:
+        """The environment's answer to one turn; blocks. The environment is made at the first turn."""
+        environment = context.environment or self.task.environment(context.uid)
+        context.environment = environment
+        step = environment.step(tokens)
+        return Step([int(t) for t in step.tokens], bool(step.done))
 
     async def _finish_turn(self, table: _Request, context: _Context, turn: Turn) -> Turn:
         """Go on with a turn that the engine cut off (a pause that aborts) until it ends by itself."""
@@ -174,6 +182,7 @@ class _Context:
     index: int
     tokens: list[int]
     left: int
+    environment: Environment | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -104,6 +104,11 @@ class Running:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    @property
+    def exit_code(self) -> int:
+        """What the process would have returned."""
+        return 0 if self.error is None else int(getattr(self.error, "exit_code", 1))
+
     def progress(self) -> dict[str, Any]:
         """The newest progress.json, empty before the first."""
         path = self.process.run_dir / "progress.json"

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from jaxrl_sync.batch.frame import BatchFrame
+from jaxrl_sync.batch.pack import unpack
+from jaxrl_sync.orchestrator import process
+from jaxrl_sync.orchestrator.config import loop_config
+from jaxrl_sync.orchestrator.errors import BarrenError
+from jaxrl_sync.orchestrator.source import DataSource
+from jaxrl_sync.tasks.registry import make_task
+
+from .doubles import EngineDouble
 from .harness import Running, context, world
 
 
@@ -47,8 +57,8 @@ def test_bound_zero_sends_the_same_batches_as_a_plain_loop_whatever_the_engines(
         with world(tmp_path / name, engines=engines) as (url, doubles, trainer):
             if engines == 2:
                 doubles[1].behaviour.token_s = 0.02
-            process = context(tmp_path / name, url, loop={"staleness_bound": 0})
-            Running(process).join(60)
+            case = context(tmp_path / name, url, loop={"staleness_bound": 0})
+            Running(case).join(60)
             batches.append(trainer.frames)
             assert all(
                 (f.fields["versions"][f.fields["loss_mask"]] == f.header.step - 1).all()
@@ -66,8 +76,6 @@ def test_bound_zero_sends_the_same_batches_as_a_plain_loop_whatever_the_engines(
 def test_a_killed_engine_costs_its_rollouts_and_serves_again_only_with_current_weights(
     tmp_path: Path,
 ) -> None:
-    from .doubles import EngineDouble
-
     with world(tmp_path, train_s=0.1) as (url, engines, trainer):
         for engine in engines:
             engine.behaviour.token_s = 0.02
@@ -98,8 +106,8 @@ def test_a_killed_engine_costs_its_rollouts_and_serves_again_only_with_current_w
 def test_prompts_that_raise_are_retried_given_up_and_replaced(tmp_path: Path) -> None:
     args = {"size": 1000, "max_new_tokens": 4, "prompt_raises": "3,5", "score_raises": "7"}
     with world(tmp_path) as (url, _, trainer):
-        process = context(tmp_path, url, task={"args": {**args, "size": 12}}, run={"steps": 8})
-        running = Running(process)
+        case = context(tmp_path, url, task={"args": {**args, "size": 12}}, run={"steps": 8})
+        running = Running(case)
         running.join(60)
         assert len(trainer.frames) == 8
         reasons = running.summary["flow"]["reasons"]
@@ -117,7 +125,7 @@ def test_a_task_that_only_raises_ends_the_run_with_its_cause(tmp_path: Path) -> 
         running = Running(context(tmp_path, url, task={"args": args}, loop={"max_consecutive_drops": 5}))
         with pytest.raises(Exception, match="5 prompts in a row gave nothing to train on") as caught:
             running.join(60)
-        assert caught.value.exit_code == 1
+        assert running.exit_code == 1 and isinstance(caught.value, BarrenError)
         assert "BarrenError" in running.summary["cause"]
 
 
@@ -152,7 +160,7 @@ def test_a_trainer_that_freezes_ends_the_run_by_name(tmp_path: Path) -> None:
         assert running.ended_within(20)
         assert time.monotonic() - began < 10
         assert running.error is not None and "trainer" in str(running.error)
-        assert running.error.exit_code == 4
+        assert running.exit_code == 4
         trainer.freeze.clear()
 
 
@@ -161,10 +169,9 @@ def test_a_trainer_that_freezes_ends_the_run_by_name(tmp_path: Path) -> None:
 def test_without_a_serving_engine_the_run_ends_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from jaxrl_sync.orchestrator import process as module
-
-    plain = module.loop_config
-    monkeypatch.setattr(module, "loop_config", lambda c: _replace(plain(c), engine_wait_s=1.0))
+    monkeypatch.setattr(
+        process, "loop_config", lambda c: dataclasses.replace(loop_config(c), engine_wait_s=1.0)
+    )
     with world(tmp_path) as (url, engines, _trainer):
         for engine in engines:
             engine.behaviour.swap_status = 500
@@ -177,15 +184,15 @@ def test_without_a_serving_engine_the_run_ends_by_name(
 @pytest.mark.invariant(28)
 def test_a_request_to_stop_ends_the_run_within_seconds(tmp_path: Path) -> None:
     with world(tmp_path, train_s=0.2) as (url, _, trainer):
-        process = context(tmp_path, url, run={"steps": 500})
-        running = Running(process)
+        case = context(tmp_path, url, run={"steps": 500})
+        running = Running(case)
         while len(trainer.frames) < 2:
             time.sleep(0.01)
         began = time.monotonic()
-        process.stop.set()
+        case.stop.set()
         assert running.ended_within(15)
         assert time.monotonic() - began < 8
-        assert running.error.exit_code == 130
+        assert running.exit_code == 130
         summary = running.summary
         assert summary["permits"]["acquired"] == summary["permits"]["released"]
         assert summary["flow"]["train"]["running"] == 0
@@ -195,7 +202,7 @@ def test_a_request_to_stop_ends_the_run_within_seconds(tmp_path: Path) -> None:
 @pytest.mark.invariant(63)
 def test_a_resumed_run_goes_on_at_the_cursor_with_growing_steps(tmp_path: Path) -> None:
     prompts: list[set[str]] = []
-    cursor = None
+    cursor, steps_of = None, []
     for attempt in range(2):
         number = 3 * attempt
         with world(tmp_path, number=number, cursor=cursor, lineage=f"life{attempt}") as (
@@ -204,37 +211,30 @@ def test_a_resumed_run_goes_on_at_the_cursor_with_growing_steps(tmp_path: Path) 
             trainer,
         ):
             steps = 6 if attempt else 500
-            process = context(tmp_path, url, run={"steps": steps}, eval={"prompts": 1})
-            running = Running(process)
+            case = context(tmp_path, url, run={"steps": steps}, eval={"prompts": 1})
+            running = Running(case)
             if attempt:
                 running.join(60)
             else:
                 while len(trainer.frames) < 5:
                     time.sleep(0.01)
-                process.stop.set()
+                case.stop.set()
                 assert running.ended_within(15)
                 cursor = dict(trainer.frames[2].header.cursor)
             frames = trainer.frames[: 3 if attempt == 0 else None]
+            steps_of = [r["step"] for r in running.rows("step")]
             prompts.append({str(p) for f in frames for p in _prompts(f)})
-    assert [r["step"] for r in running.rows("step")] == [1, 2, 3, 4, 5, 6]
+    assert steps_of == [1, 2, 3, 4, 5, 6]
     assert (tmp_path / "metrics.1.jsonl").exists()
     assert len(prompts[0]) == len(prompts[1]) == 9
     assert not prompts[0] & prompts[1], "a prompt was trained twice"
     assert prompts[0] | prompts[1] == {str(p) for p in _first_prompts(18)}
 
 
-def _replace(config: object, **changes: object) -> object:
-    import dataclasses
-
-    return dataclasses.replace(config, **changes)  # type: ignore[type-var]
-
-
-def _prompts(frame: object) -> set[tuple[int, ...]]:
+def _prompts(frame: BatchFrame) -> set[tuple[int, ...]]:
     """The prompts of all segments of a frame."""
-    from jaxrl_sync.batch.pack import unpack
-
     found = set()
-    for segment in unpack(frame.fields):  # type: ignore[attr-defined]
+    for segment in unpack(frame.fields):
         prompt = segment["tokens"][~segment["loss_mask"]]
         found.add(tuple(int(t) for t in prompt))
     return found
@@ -242,9 +242,6 @@ def _prompts(frame: object) -> set[tuple[int, ...]]:
 
 def _first_prompts(count: int) -> list[tuple[int, ...]]:
     """The prompts of the first positions of the stream."""
-    from jaxrl_sync.orchestrator.source import DataSource
-    from jaxrl_sync.tasks.registry import make_task
-
     task = make_task("faulty", {"size": 1000, "max_new_tokens": 4})
     source, data = DataSource(1000, 0), task.dataset("train", 0)
     return [tuple(task.prompt(data[source.at(p).item])) for p in range(count)]
