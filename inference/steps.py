@@ -98,7 +98,7 @@ def state_specs(cfg: DecoderConfig, axis: str) -> DeviceState:
 
 @functools.lru_cache(maxsize=16)
 def step_functions(cfg: DecoderConfig, config: EngineConfig, mesh: Mesh, axis: str) -> StepFunctions:
-    """The jitted prefill and decode; engines of one shape in one process share them and their compilations."""
+    """The jitted prefill and decode; engines of one shape in one process share them, compiled."""
     specs = engine_specs(cfg, axis)
     if config.version_probe:
         specs = probe.with_leaf(specs, PartitionSpec())

@@ -1,4 +1,4 @@
-"""Small engines for the tests of this room: one model shape, random weights by seed, meshes of virtual devices."""
+"""Small engines for the tests of this room: one model shape, random weights by seed, virtual meshes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from jaxrl_sync.inference import probe
 from jaxrl_sync.inference.config import EngineConfig
 from jaxrl_sync.inference.engine import Engine
 from jaxrl_sync.inference.front import Handle
+from jaxrl_sync.inference.model import logits
 from jaxrl_sync.inference.request import GroupResult, Request, Sampling
 from jaxrl_sync.inference.runner import target_tree
 from jaxrl_sync.sharding.presets import qwen3
@@ -39,8 +40,9 @@ def trainer_weights(seed: int, cfg: qwen3.DecoderConfig = TINY) -> Any:
     rng = np.random.default_rng(seed)
 
     def leaf(path: Any, x: jax.ShapeDtypeStruct) -> np.ndarray:
-        drawn = rng.standard_normal(x.shape).astype(np.float32)
-        return 1.0 + 0.1 * drawn if path[-1].key == "scale" else 0.3 * drawn
+        drawn = rng.standard_normal(x.shape)
+        drawn = 1.0 + 0.1 * drawn if path[-1].key == "scale" else 0.3 * drawn
+        return drawn.astype(np.float32)
 
     return jax.tree_util.tree_map_with_path(leaf, qwen3.trainer_shapes(cfg))
 
@@ -61,6 +63,25 @@ def make_engine(config: EngineConfig = SMALL, tp: int = 1, seed: int = 0, **more
     mesh = tp_mesh(tp)
     weights = engine_weights(seed, mesh, config=config)
     return Engine(config, TINY, mesh, weights, version=Version("test", 0), **more)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _reference(cfg: qwen3.DecoderConfig, tree: Any, tokens: jax.Array, temperature: float) -> jax.Array:
+    scaled = logits(tree, cfg, tokens, jnp.dtype(jnp.float32)) / temperature
+    return jax.nn.log_softmax(scaled, axis=-1)
+
+
+def reference_logprobs(
+    seed: int, prompt: tuple[int, ...], tokens: tuple[int, ...], temperature: float = 1.0
+) -> np.ndarray:
+    """Log-probs of ``tokens`` after ``prompt`` by one whole forward pass over ``trainer_weights(seed)``."""
+    sequence = np.zeros((1, SMALL.max_len), np.int32)
+    sequence[0, : len(prompt) + len(tokens)] = prompt + tokens
+    tree = qwen3.convert(trainer_weights(seed), TINY, 1, jnp.float32)
+    all_logprobs = np.asarray(_reference(TINY, tree, sequence, temperature))[0]
+    start = len(prompt) - 1
+    chosen: np.ndarray = all_logprobs[np.arange(start, start + len(tokens)), list(tokens)]
+    return chosen
 
 
 def run_until(engine: Engine, handles: Iterable[Handle], max_steps: int = 400) -> list[GroupResult]:

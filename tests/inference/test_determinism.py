@@ -1,4 +1,4 @@
-"""Deterministic mode: neither neighbours nor the slot nor the way of batching show in a sample, bit for bit."""
+"""Deterministic mode: neither neighbours nor slot nor batching show in a sample, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 
 from jaxrl_sync.inference.engine import Engine
 from jaxrl_sync.inference.request import GroupResult, Request, Sample
-
-from .engine_helpers import SMALL, ask, generate, make_engine, run_until
+from tests.inference.engine_helpers import SMALL, ask, generate, make_engine, run_until
 
 FIXED = dataclasses.replace(SMALL, slots=24, deterministic=True, prefill_rows=6)
 
@@ -74,7 +73,7 @@ def test_steps_per_dispatch_do_not_show(engine: Engine, alone: list[GroupResult]
 @pytest.mark.invariant(41)
 def test_interrupted_and_resumed_gives_the_same_tokens(engine: Engine, alone: list[GroupResult]) -> None:
     """Abort after a few tokens, then send the prompt with those tokens under the same id and the rest of the
-    budget: positions continue, so the random bits do too; the log-probs agree within rounding of the cache."""
+    budget: positions continue, so the random bits do too; log-probs agree within rounding of the cache."""
     whole = alone[3].samples
     request = dataclasses.replace(groups()[3], n=1)
     handle = engine.submit(request)

@@ -8,8 +8,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -22,20 +20,18 @@ from jaxrl_sync.inference.errors import (
     QueueFullError,
     RequestError,
 )
-from jaxrl_sync.inference.model import logits
 from jaxrl_sync.inference.request import Request, TokenChunk
-from jaxrl_sync.sharding.presets import qwen3
-
-from .engine_helpers import (
+from jaxrl_sync.transfer.version import Version
+from tests.inference.engine_helpers import (
     SMALL,
     TINY,
     ask,
     engine_weights,
     generate,
     make_engine,
+    reference_logprobs,
     run_until,
     tp_mesh,
-    trainer_weights,
 )
 
 CONFIG = dataclasses.replace(SMALL, extras=("entropy",), max_waiting=5)
@@ -65,16 +61,6 @@ class Clock:
         return self.now
 
 
-def reference_logprobs(prompt: tuple[int, ...], tokens: tuple[int, ...], temperature: float) -> np.ndarray:
-    """Log-probs of ``tokens`` by a whole forward pass over the converted weights."""
-    tree = qwen3.convert(trainer_weights(0), TINY, 1, jnp.float32)
-    sequence = np.array([prompt + tokens])
-    scaled = logits(tree, TINY, jnp.asarray(sequence), jnp.float32)[0] / temperature
-    all_logprobs = np.asarray(jax.nn.log_softmax(scaled, axis=-1))
-    start = len(prompt) - 1
-    return all_logprobs[np.arange(start, start + len(tokens)), list(tokens)]
-
-
 @pytest.mark.invariant(43)
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.6, "top_k": 4}, {"top_p": 0.5}])
 def test_logprobs_are_those_of_a_whole_forward_pass(engine: Engine, sampling: dict[str, Any]) -> None:
@@ -82,7 +68,7 @@ def test_logprobs_are_those_of_a_whole_forward_pass(engine: Engine, sampling: di
     (result,) = generate(engine, ask("a", prompt, 4, max_tokens=9, **sampling))
     assert len({s.tokens for s in result.samples}) > 1
     for s in result.samples:
-        expected = reference_logprobs(prompt, s.tokens, sampling.get("temperature", 1.0))
+        expected = reference_logprobs(0, prompt, s.tokens, sampling.get("temperature", 1.0))
         np.testing.assert_allclose(s.logprobs, expected, atol=2e-5)
 
 
@@ -172,7 +158,7 @@ def test_pause_wait_ends_what_runs_and_keeps_the_queue(engine: Engine) -> None:
     assert not waiting.future.done()
     engine.resume()
     assert run_until(engine, [waiting])[0].samples[0].finish_reason == "length"
-    assert engine.state == "ready"
+    assert engine.stats().state == "ready"
 
 
 @pytest.mark.invariant(33)
@@ -344,7 +330,5 @@ def test_a_tree_of_another_shape_is_refused_by_name() -> None:
         assert engine.version == _version(0) and engine.state == "ready"
 
 
-def _version(number: int) -> Any:
-    from jaxrl_sync.transfer.version import Version
-
+def _version(number: int) -> Version:
     return Version("test", number)

@@ -16,8 +16,7 @@ from jaxrl_sync.inference.engine import Engine
 from jaxrl_sync.inference.model import apply_rope, logits, rms_norm, rope_angles
 from jaxrl_sync.inference.runner import target_tree
 from jaxrl_sync.sharding.presets import qwen3
-
-from .engine_helpers import ask, generate, tp_mesh
+from tests.inference.engine_helpers import ask, generate, tp_mesh
 
 GOLDEN = Path(__file__).parent / "golden" / "qwen3.npz"
 

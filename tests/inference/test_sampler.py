@@ -1,4 +1,4 @@
-"""Drawing: exact filters, the right distribution, log-probs of the unfiltered distribution, keys by identity."""
+"""Drawing: exact filters, the right distribution, unfiltered log-probs, keys by identity."""
 
 from __future__ import annotations
 

@@ -12,17 +12,16 @@ import pytest
 
 from jaxrl_sync.inference import probe
 from jaxrl_sync.inference.errors import EngineError, SwapTimeoutError, VersionMismatchError
-from jaxrl_sync.inference.model import logits
 from jaxrl_sync.sharding.presets import qwen3
 from jaxrl_sync.transfer.version import Version
-
-from .engine_helpers import (
+from tests.inference.engine_helpers import (
     SMALL,
     TINY,
     ask,
     engine_weights,
     generate,
     make_engine,
+    reference_logprobs,
     run_until,
     tp_mesh,
     trainer_weights,
@@ -63,11 +62,8 @@ def test_tokens_before_the_swap_are_of_the_old_and_after_it_of_the_new_weights()
         (result,) = run_until(engine, [handle])
         sample = result.samples[0]
     assert sample.versions == (0,) * 4 + (1,) * 4
-    sequence = jnp.array([(2, 7, 1, *sample.tokens)])
     for seed, part in ((0, slice(0, 4)), (1, slice(4, 8))):
-        tree = qwen3.convert(trainer_weights(seed), TINY, 1, jnp.float32)
-        logprobs = np.asarray(jax.nn.log_softmax(logits(tree, TINY, sequence, jnp.float32)[0, 2:-1]))
-        expected = logprobs[np.arange(8), list(sample.tokens)][part]
+        expected = reference_logprobs(seed, (2, 7, 1), sample.tokens)[part]
         np.testing.assert_allclose(sample.logprobs[part], expected, atol=2e-5)
 
 
@@ -119,7 +115,7 @@ def test_a_swap_waits_for_pinned_groups_and_pins_are_checked() -> None:
 
 
 def test_a_pin_that_a_swap_overtakes_is_refused_not_served() -> None:
-    """Submitted while the step that swaps is executing: the swap has been decided, the label not yet moved."""
+    """Submitted while the step that swaps executes: the swap is decided, the label not yet moved."""
     with make_engine(SMALL) as engine:
         late: list[Any] = []
 
@@ -232,7 +228,7 @@ def test_stamps_travel_through_the_conversion() -> None:
 
 def test_weights_are_arguments_not_constants_of_the_step() -> None:
     with make_engine(SMALL) as engine:
-        outputs = []
+        outputs: list[tuple[float, ...]] = []
         for seed in (1, 2, 1):
             engine.install(engine_weights(seed, tp_mesh()), Version("test", 10 + len(outputs)))
             outputs.append(generate(engine, ask("same", temperature=0.0))[0].samples[0].logprobs)

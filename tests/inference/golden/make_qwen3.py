@@ -6,7 +6,7 @@ Run it in an environment of its own (Python 3.11, ``pip install torch==2.13.0 tr
 
 Weights are drawn by numpy, rounded to float16 (they are stored so) and computed with in float32. Keys of the
 file: ``<name>/weights/<name in the state dict>``, ``<name>/tokens`` int32 [P, T], ``<name>/logits`` float32
-[P, T, V], ``<name>/greedy`` int32 [P, T + 8], and ``<name>/config``, a JSON text of ``DecoderConfig``'s fields.
+[P, T, V], ``<name>/greedy`` int32 [P, T + 8], and ``<name>/config``, ``DecoderConfig``'s fields as JSON.
 """
 
 from __future__ import annotations
