@@ -119,9 +119,11 @@ def policy_loss(
 
     ``logp`` and ``entropy``: float32 ``[B, S]`` of the live policy. ``batch``: ``loss_mask`` bool,
     ``segments`` int32, ``advantages``, ``rollout_logprobs`` and, where the loss asks for them,
-    ``proximal_logprobs`` and ``reference_logprobs``, float32. Tokens outside the mask count nowhere and get no gradient.
+    ``proximal_logprobs`` and ``reference_logprobs``, float32. Tokens outside the mask count nowhere and get
+    no gradient.
     """
-    mask, advantages, mu = batch["loss_mask"], batch["advantages"], batch["rollout_logprobs"]
+    mask, mu = batch["loss_mask"], batch["rollout_logprobs"]
+    advantages = jnp.where(mask, batch["advantages"], 0.0)  # 0 * NaN of a place outside the mask is NaN
     limit, live = loss.max_log_ratio, jax.lax.stop_gradient(logp)
     anchor = batch["proximal_logprobs"] if loss.anchor == "proximal" else mu
     behaviour, finite, extreme = log_ratio(live, mu, limit)
@@ -140,7 +142,7 @@ def policy_loss(
     reference_k3 = jnp.zeros_like(logp)
     if loss.needs_reference:
         log_ref, finite_ref, _ = log_ratio(batch["reference_logprobs"], logp, limit)
-        reference_k3 = jnp.where(finite_ref, jnp.exp(log_ref) - log_ref - 1.0, 0.0)
+        reference_k3 = jnp.where(finite_ref, jnp.expm1(log_ref) - log_ref, 0.0)
         score = jnp.exp(log_ratio(logp, mu, limit)[0]) if loss.kl_weighting == "importance" else 1.0
         per_token = per_token + loss.kl_coef * score * reference_k3
     per_token = jnp.where(used, per_token, 0.0)
@@ -157,7 +159,7 @@ def policy_loss(
         "nll": over(-logp, mask),
         "entropy": over(entropy, mask),
         "mismatch_k1": over(-behaviour, used),
-        "mismatch_k3": over(rho - behaviour - 1.0, used),
+        "mismatch_k3": over(jnp.expm1(behaviour) - behaviour, used),
         "ratio": over(ratio, used),
         "ratio_sq": over(jnp.square(ratio), used),
         "behaviour_ratio": over(rho, used),
