@@ -99,6 +99,7 @@ class EngineServer:
     ) -> None:
         self._config = config or ServerConfig()
         self._socket = listen(self._config.host, self._config.port)
+        self._address: tuple[str, int] = self._socket.getsockname()[:2]
         self._calls = _Calls(front, self._config, openai, swap, extra_stats)
         app = _application(self._calls, token)
         self._uvicorn = uvicorn.Server(
@@ -124,7 +125,7 @@ class EngineServer:
     @property
     def url(self) -> str:
         """``http://host:port`` of the listening socket, which takes connections from construction on."""
-        host, port = self._socket.getsockname()[:2]
+        host, port = self._address
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def close(self, drain_s: float = 10.0) -> None:

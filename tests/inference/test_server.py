@@ -1,0 +1,397 @@
+"""The engine's HTTP calls on a real engine: answers, refusals, deadlines, disconnects, shutdown."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from jaxrl_sync.inference import http_shell
+from jaxrl_sync.inference.chat import chat_format
+from jaxrl_sync.inference.config import EngineConfig
+from jaxrl_sync.inference.engine import Engine
+from jaxrl_sync.inference.errors import SwapTimeoutError
+from jaxrl_sync.inference.openai_api import OpenAIModel
+from jaxrl_sync.inference.server import EngineServer, PortInUseError, ServerConfig
+from jaxrl_sync.inference.tokenizer import CharTokenizer
+from jaxrl_sync.transfer.version import Version
+
+from .engine_helpers import engine_weights, make_engine, tp_mesh
+
+TOKEN = "0123456789abcdef" * 2
+CONFIG = EngineConfig(
+    slots=4, max_len=48, prefill_lengths=(16,), prefill_rows=2, max_stop_ids=6, max_waiting=3
+)
+DIGITS = CharTokenizer("0123456789+= ", size=24)
+
+
+class Running:
+    """An engine that steps on a thread of its own, for the length of a test module."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=engine.run, args=(self.stop,))
+        self.thread.start()
+
+    def close(self) -> None:
+        self.stop.set()
+        self.thread.join(60)
+        self.engine.close()
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    running = Running(make_engine(CONFIG))
+    yield running.engine
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def server(engine: Engine) -> Iterator[EngineServer]:
+    def swap(version: Version, timeout_s: float) -> Future[dict[str, Any]]:
+        answer: Future[dict[str, Any]] = Future()
+        if version.number == 666:
+            answer.set_exception(SwapTimeoutError("pinned groups were still running"))
+            return answer
+        weights = engine_weights(version.number, tp_mesh(), config=CONFIG)
+        report = engine.request_swap(version, lambda: weights, timeout_s)
+        report.add_done_callback(lambda f: answer.set_result({"number": f.result().version.number}))
+        return answer
+
+    openai = OpenAIModel("policy", CONFIG, engine.model.vocab_size, DIGITS, chat_format(DIGITS))
+    extra: Callable[[], dict[str, Any]] = lambda: {"prepared": 3}  # noqa: E731
+    with EngineServer(
+        engine, token=TOKEN, config=ServerConfig(name="e7"), openai=openai, swap=swap, extra_stats=extra
+    ) as running:
+        yield running
+
+
+@pytest.fixture
+def http(server: EngineServer) -> Iterator[httpx.Client]:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    with httpx.Client(base_url=server.url, headers=headers, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def frozen(http: httpx.Client, engine: Engine) -> Iterator[None]:
+    """The engine paused, so that whatever is submitted stays under way; afterwards it is idle and ready."""
+    assert http.post("/pause", json={"mode": "keep"}).json() == {"state": "paused"}
+    yield
+    assert http.post("/resume").json() == {"state": "ready"}
+    eventually(lambda: engine.stats().running == engine.stats().waiting == 0)
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "condition not reached"
+        time.sleep(0.01)
+
+
+def generate_body(request_id: str, **sampling: Any) -> dict[str, Any]:
+    return {"request_id": request_id, "prompt": [4, 5, 6], "sampling": {"max_tokens": 5, **sampling}}
+
+
+# The token.
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/generate"),
+        ("POST", "/abort"),
+        ("POST", "/pause"),
+        ("POST", "/resume"),
+        ("POST", "/swap"),
+        ("GET", "/stats"),
+        ("GET", "/v1/models"),
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/chat/completions"),
+        ("GET", "/no/such/call"),
+    ],
+)
+def test_every_call_but_health_needs_the_token(server: EngineServer, method: str, path: str) -> None:
+    wrong = [
+        None,
+        "Bearer",
+        f"Bearer {TOKEN}x",
+        f"Bearer {TOKEN[:-1]}",
+        f"Basic {TOKEN}",
+        TOKEN,
+        "Bearer \xe9",
+    ]
+    for value in wrong:
+        headers = {} if value is None else {"Authorization": value.encode("latin-1")}
+        answer = httpx.request(method, server.url + path, headers=headers)
+        assert answer.status_code == 401, value
+        assert "run token" in answer.json()["error"]["message"]
+        assert answer.headers["www-authenticate"] == "Bearer"
+    assert httpx.get(server.url + "/health").status_code == 200
+
+
+def test_refused_peer_is_logged_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    with EngineServer(engine, token=TOKEN) as server, caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert httpx.get(server.url + "/stats").status_code == 401
+    assert [r.getMessage() for r in caplog.records if "refused" in r.getMessage()] == [
+        "refused /stats from 127.0.0.1: missing or wrong run token (logged once)"
+    ]
+
+
+# The loop's calls.
+
+
+def test_generate_answers_with_tokens_logprobs_and_versions(http: httpx.Client) -> None:
+    answer = http.post("/generate", json={**generate_body("g1"), "n": 3}).json()
+    assert (answer["request_id"], answer["engine"], answer["lineages"]) == ("g1", "e7", ["test"])
+    assert len(answer["samples"]) == 3
+    for sample in answer["samples"]:
+        assert len(sample["tokens"]) == len(sample["logprobs"]) == len(sample["versions"]) == 5
+        assert sample["finish_reason"] == "length" and sample["versions"][0] >= 0
+    assert set(answer["timing"]) == {"queue_s", "prefill_s", "decode_s"}
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"prompt": [4]}, "request_id"),
+        ({"request_id": "x", "prompt": [4] * 48}, "at most 47 tokens, got 48"),
+        ({"request_id": "x", "prompt": [24]}, "expected < 24"),
+        ({"request_id": "x", "prompt": [4], "samplng": {}}, "unknown field 'samplng'"),
+        ({"request_id": "x", "prompt": [4], "sampling": {"temperature": -1}}, "temperature"),
+        ({"request_id": "x", "prompt": [4], "version": 3}, "expected null or {lineage, number}"),
+    ],
+)
+def test_wrong_generate_bodies_are_400(http: httpx.Client, body: dict[str, Any], words: str) -> None:
+    answer = http.post("/generate", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "RequestError" and words in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "status", "words"),
+    [
+        ("POST", "/generate", b"{", 400, "not JSON"),
+        ("POST", "/generate", b"[1]", 400, "expected a JSON object, got list"),
+        ("POST", "/generate", b"[" * 100_000, 400, "not JSON"),
+        ("POST", "/generate", b" " * (http_shell.MAX_BODY_BYTES + 1), 413, "at most 8388608"),
+        ("GET", "/generate", b"", 405, "GET /generate"),
+        ("GET", "/nothing", b"", 404, "GET /nothing"),
+        ("POST", "/pause", b'{"mode": "stop"}', 400, "keep or wait or abort, got 'stop'"),
+        ("POST", "/abort", b'{"request_ids": "a"}', 400, "a list of strings"),
+        ("POST", "/swap", b'{"lineage": "a", "number": -1}', 400, "integer >= 0"),
+        ("POST", "/swap", b'{"lineage": "a", "number": 1, "timeout_s": 1e9}', 400, "at most 600"),
+    ],
+)
+def test_wrong_calls_say_what_is_wrong(
+    http: httpx.Client, method: str, path: str, content: bytes, status: int, words: str
+) -> None:
+    answer = http.request(method, path, content=content)
+    assert answer.status_code == status and words in answer.json()["error"]["message"]
+
+
+def test_body_of_unknown_length_is_limited_too(http: httpx.Client) -> None:
+    answer = http.post("/generate", content=(b" " * (1 << 20) for _ in range(9)))
+    assert answer.status_code == 413
+
+
+def test_pin_must_be_the_served_version(http: httpx.Client) -> None:
+    served = http.get("/health").json()["version"]
+    assert http.post("/generate", json={**generate_body("p1"), "version": served}).status_code == 200
+    other = {**served, "number": served["number"] + 1}
+    answer = http.post("/generate", json={**generate_body("p2"), "version": other})
+    assert answer.status_code == 409 and answer.json()["error"]["type"] == "VersionMismatchError"
+
+
+def test_full_queue_is_429_and_a_running_id_is_400(http: httpx.Client, frozen: None, engine: Engine) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        calls = [
+            pool.submit(http.post, "/generate", json={**generate_body(f"q{i}"), "n": 4}) for i in range(3)
+        ]
+        eventually(lambda: engine.stats().waiting + engine.stats().running == 12)
+        full = http.post("/generate", json=generate_body("q9"))
+        assert full.status_code == 429 and full.json()["error"]["type"] == "QueueFullError"
+        assert full.headers["retry-after"] == "1"
+        again = http.post("/generate", json=generate_body("q0"))
+        assert again.status_code == 400 and "'q0' is already running" in again.json()["error"]["message"]
+        assert http.post("/abort", json={"request_ids": ["q0", "q1", "q2", "zz"]}).json() == {"aborted": 3}
+        http.post("/resume")
+        samples = [s for c in calls for s in c.result(60).json()["samples"]]
+    assert {s["finish_reason"] for s in samples} == {"abort"}
+
+
+def test_timeout_answers_with_what_there_is(http: httpx.Client, frozen: None) -> None:
+    answer = http.post("/generate", json={**generate_body("t1"), "timeout_s": 0.2})
+    assert answer.status_code == 200
+    assert [s["finish_reason"] for s in answer.json()["samples"]] == ["timeout"]
+
+
+def test_pause_and_resume_are_idempotent(http: httpx.Client) -> None:
+    for _ in range(2):
+        assert http.post("/pause", json={"mode": "wait"}).json() == {"state": "paused"}
+        assert http.get("/health").json()["state"] == "paused"
+    for _ in range(2):
+        assert http.post("/resume").json() == {"state": "ready"}
+
+
+def test_stats_name_the_engine_and_take_extra_entries(http: httpx.Client) -> None:
+    stats = http.get("/stats").json()
+    assert stats["engine"] == "e7" and stats["prepared"] == 3
+    wanted = (
+        "state version running waiting slots steps tokens_generated decode_step_s_median mixed_version_steps"
+    )
+    assert set(wanted.split()) <= set(stats)
+
+
+def test_swap_answers_or_fails_by_its_deadline(http: httpx.Client) -> None:
+    assert http.post("/swap", json={"lineage": "test", "number": 1}).json() == {"number": 1}
+    assert http.get("/health").json()["version"] == {"lineage": "test", "number": 1}
+    late = http.post("/swap", json={"lineage": "test", "number": 666, "timeout_s": 1})
+    assert late.status_code == 504 and late.json()["error"]["type"] == "SwapTimeoutError"
+    assert http.get("/health").json()["version"] == {"lineage": "test", "number": 1}
+
+
+def test_engine_without_hub_or_tokenizer_says_so(engine: Engine) -> None:
+    headers = {"Authorization": f"bearer {TOKEN}"}
+    with EngineServer(engine, token=TOKEN) as server:
+        swap = httpx.post(server.url + "/swap", headers=headers, json={"lineage": "a", "number": 1})
+        models = httpx.get(server.url + "/v1/models", headers=headers)
+    assert swap.status_code == 404 and "no hub" in swap.json()["error"]["message"]
+    assert models.status_code == 404 and "no tokenizer" in models.json()["error"]["message"]
+
+
+def test_engine_without_weights_refuses_until_it_has_them() -> None:
+    running = Running(Engine(CONFIG, make_engine(CONFIG).model, tp_mesh()))
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    try:
+        with EngineServer(running.engine, token=TOKEN) as server:
+            assert httpx.get(server.url + "/health").json() == {"state": "starting", "version": None}
+            answer = httpx.post(server.url + "/generate", headers=headers, json=generate_body("s"))
+            assert answer.status_code == 503 and answer.json()["error"]["type"] == "NotServingError"
+            running.engine.poison("half a version")
+            assert httpx.get(server.url + "/health").json()["state"] == "poisoned"
+            answer = httpx.post(server.url + "/generate", headers=headers, json=generate_body("s"))
+            assert answer.status_code == 503 and "half a version" in answer.json()["error"]["message"]
+    finally:
+        running.close()
+
+
+# Clients that go away, and clients that never come to the point.
+
+
+def raw(server: EngineServer, data: bytes) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    sock = socket.create_connection((host, int(port)), timeout=20)
+    sock.sendall(data)
+    return sock
+
+
+def post(path: str, body: dict[str, Any]) -> bytes:
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {**generate_body("gone"), "n": 2}),
+        ("/v1/completions", {"model": "policy", "prompt": "1+", "n": 2}),
+        ("/v1/completions", {"model": "policy", "prompt": "1+", "n": 2, "stream": True}),
+        ("/v1/chat/completions", {"model": "policy", "messages": [{"role": "user", "content": "1"}], "n": 2}),
+    ],
+)
+def test_a_client_that_goes_away_frees_the_engine(
+    server: EngineServer, engine: Engine, frozen: None, path: str, body: dict[str, Any]
+) -> None:
+    sock = raw(server, post(path, body))
+    eventually(lambda: engine.stats().waiting + engine.stats().running == 2)
+    sock.close()
+    eventually(lambda: engine.stats().waiting + engine.stats().running == 0)
+
+
+@pytest.mark.parametrize(
+    "beginning",
+    [b"", b"POST /generate HTTP/1.1\r\nHost:", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea"],
+    ids=["silence", "half a header", "half a second request"],
+)
+def test_slow_headers_are_cut_off(
+    server: EngineServer, monkeypatch: pytest.MonkeyPatch, beginning: bytes
+) -> None:
+    monkeypatch.setattr(http_shell, "HEADER_DEADLINE_S", 0.2)
+    monkeypatch.setattr(http_shell, "KEEP_ALIVE_S", 0.2)
+    sock = raw(server, beginning)
+    begun = time.monotonic()
+    while sock.recv(4096):
+        pass
+    assert time.monotonic() - begun < 10
+    sock.close()
+
+
+def test_slow_body_is_408(server: EngineServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_shell, "BODY_DEADLINE_S", 0.2)
+    whole = post("/generate", generate_body("slow"))
+    sock = raw(server, whole[:-5])
+    answer = sock.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 408") and b"not complete after 0.2 s" in answer
+    sock.close()
+
+
+def test_header_of_many_bytes_is_refused(server: EngineServer) -> None:
+    sock = raw(server, b"GET /health HTTP/1.1\r\nX: " + b"a" * (1 << 17))
+    assert sock.recv(4096).startswith(b"HTTP/1.1 400")
+    sock.close()
+
+
+# Start and end.
+
+
+def test_taken_port_is_one_line_and_exit_code_3(engine: Engine) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(PortInUseError) as caught:
+        EngineServer(engine, token=TOKEN, config=ServerConfig(port=taken.getsockname()[1]))
+    assert caught.value.exit_code == 3
+    assert str(caught.value).endswith(": Address already in use") and "\n" not in str(caught.value)
+
+
+def test_close_lets_running_generations_end_and_refuses_new_ones(engine: Engine) -> None:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    server = EngineServer(engine, token=TOKEN)
+    engine.pause("keep").result(20)
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(
+            httpx.post, server.url + "/generate", headers=headers, json=generate_body("d1"), timeout=60
+        )
+        eventually(lambda: engine.stats().waiting + engine.stats().running == 1)
+        closing = pool.submit(server.close, 30.0)
+        eventually(lambda: server._calls.draining)
+        late = httpx.post(server.url + "/generate", headers=headers, json=generate_body("d2"))
+        assert late.status_code == 503 and "shutting down" in late.json()["error"]["message"]
+        engine.resume().result(20)
+        assert [s["finish_reason"] for s in running.result(60).json()["samples"]] == ["length"]
+        closing.result(60)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(server.url + "/health")
+
+
+def test_close_aborts_what_does_not_end_in_time(engine: Engine) -> None:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    server = EngineServer(engine, token=TOKEN)
+    engine.pause("keep").result(20)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(
+            httpx.post, server.url + "/generate", headers=headers, json=generate_body("d3"), timeout=60
+        )
+        eventually(lambda: engine.stats().waiting + engine.stats().running == 1)
+        server.close(drain_s=0.1)
+        assert [s["finish_reason"] for s in running.result(60).json()["samples"]] == ["abort"]
+    engine.resume().result(20)
