@@ -220,10 +220,17 @@ class Engine:
 
     # Calls from the engine's thread.
 
-    def run(self, stop: threading.Event) -> None:
-        """Step until ``stop`` is set, asleep while there is nothing to do. Raises what a step raises."""
+    def run(self, stop: threading.Event, busy: Callable[[float, float], None] | None = None) -> None:
+        """Step until ``stop`` is set, asleep while there is nothing to do. Raises what a step raises.
+
+        ``busy(t0, t1)`` is told of every step that decoded, in ``time.time()`` seconds.
+        """
         while not stop.is_set():
-            if self.step() is not None:
+            t0 = time.time()
+            output = self.step()
+            if output is not None:
+                if busy is not None and output.steps:
+                    busy(t0, time.time())
                 continue
             with self._wake:
                 if not self._inbox:

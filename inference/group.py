@@ -1,0 +1,194 @@
+"""The ranks of one engine: rank 0 leads, the others follow its step plans and run the same jitted steps.
+
+One jax.distributed world; beside it one authenticated TCP connection from every follower to the leader, for
+what collectives can't do: plans go down it, and each end says every second that it lives. A rank whose peer
+ends, or is silent for ``SILENCE_S``, ends itself with the cause in its last line: a collective that waits for
+a dead peer never returns, so nothing gentler would do.
+
+    leader -> follower   {"op": "plan"} + plan bytes | {"op": "prepare"} | {"op": "stop"} | {"op": "alive"}
+    follower -> leader   {"op": "alive"}
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from jaxrl_sync.inference.errors import RankDiedError
+from jaxrl_sync.inference.plan import StepPlan
+from jaxrl_sync.transfer import auth
+from jaxrl_sync.transfer.errors import TransferError
+from jaxrl_sync.transfer.wire import Connection, dial, listen
+
+ALIVE_S = 1.0
+SILENCE_S = 4.0
+SEND_S = 4.0
+MAX_PLAN_BYTES = 256 << 20
+
+OnDeath = Callable[[str], None]
+log = logging.getLogger("jaxrl_sync.inference.group")
+
+
+def die(cause: str) -> NoReturn:
+    """End this process now, exit code 4, the cause as its last line; nothing is waited for."""
+    print(f"jaxrl-sync: error: {cause}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(RankDiedError.exit_code)
+
+
+class _Link:
+    """One connection between two ranks: a thread sends heartbeats, another receives messages."""
+
+    def __init__(
+        self, connection: Connection, on_message: Callable[[str, bytes], None], on_death: OnDeath
+    ) -> None:
+        self._connection, self._on_message, self._on_death = connection, on_message, on_death
+        self._closing = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._receive, name=f"group-{connection.peer}", daemon=True),
+            threading.Thread(target=self._say_alive, name=f"alive-{connection.peer}", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, op: str, payload: bytes = b"") -> None:
+        """Send one message; a peer that can't take it in ``SEND_S`` counts as dead."""
+        try:
+            self._connection.send({"op": op}, payload, timeout_s=SEND_S)
+        except TransferError as error:
+            self._lost(error)
+
+    def close(self) -> None:
+        """End without calling anybody dead."""
+        self._closing.set()
+        self._connection.close()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(2.0)
+
+    def expect_end(self) -> None:
+        """From here on the peer may go away."""
+        self._closing.set()
+
+    def _receive(self) -> None:
+        while not self._closing.is_set():
+            try:
+                header, payload = self._connection.recv(SILENCE_S, MAX_PLAN_BYTES)
+            except TransferError as error:
+                self._lost(error)
+                return
+            if header["op"] != "alive":
+                self._on_message(header["op"], bytes(payload))
+
+    def _say_alive(self) -> None:
+        while not self._closing.wait(ALIVE_S):
+            self.send("alive")
+
+    def _lost(self, error: TransferError) -> None:
+        if not self._closing.is_set():
+            self._closing.set()
+            self._on_death(f"{self._connection.peer} of this engine died: {error}")
+
+
+class Leader:
+    """Rank 0's end: one link per follower. ``close`` tells the followers to stop."""
+
+    def __init__(self, name: str, token: str, host: str, size: int, on_death: OnDeath = die) -> None:
+        self._name, self._token, self._size, self._on_death = name, token, size, on_death
+        self._listener = listen(host)
+        self._links: dict[int, _Link] = {}
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port that followers connect to."""
+        host, port = self._listener.getsockname()[:2]
+        return str(host), int(port)
+
+    def wait(self, timeout_s: float) -> None:
+        """Accept every follower; RankDiedError names the ranks that are missing at the deadline."""
+        deadline = time.monotonic() + timeout_s
+        run_id = auth.run_id_of(self._token)
+        while len(self._links) < self._size - 1:
+            self._listener.settimeout(max(0.01, deadline - time.monotonic()))
+            try:
+                sock, _ = self._listener.accept()
+            except TimeoutError:
+                missing = sorted(set(range(1, self._size)) - set(self._links))
+                raise RankDiedError(
+                    f"{self._name}: ranks {missing} did not connect in {timeout_s:g} s"
+                ) from None
+            try:
+                hello = auth.accept(sock, self._token, run_id, 5.0)
+            except TransferError as error:
+                log.warning("%s: refused a control connection: %s", self._name, error)
+                sock.close()
+                continue
+            self._links[int(hello["rank"])] = self._link(sock, int(hello["rank"]))
+
+    def _link(self, sock: socket.socket, rank: int) -> _Link:
+        connection = Connection(sock, f"{self._name} rank {rank}")
+        return _Link(connection, lambda op, payload: None, self._on_death)
+
+    def send_plan(self, plan: StepPlan) -> None:
+        """Give a plan to every follower, right before this rank executes it."""
+        data = plan.to_bytes()
+        for link in self._links.values():
+            link.send("plan", data)
+
+    def prepare(self) -> None:
+        """Tell the followers to take the version that the hub offers to this engine now."""
+        for link in self._links.values():
+            link.send("prepare")
+
+    def close(self) -> None:
+        """Tell the followers to stop, and leave."""
+        for link in self._links.values():
+            link.expect_end()
+            link.send("stop")
+        for link in self._links.values():
+            link.close()
+        self._listener.close()
+
+
+class Follower:
+    """Another rank's end. Plans wait in a queue; ``on_prepare`` is called on the receiving thread."""
+
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        address: str,
+        token: str,
+        on_prepare: Callable[[], None],
+        on_death: OnDeath = die,
+        timeout_s: float = 30.0,
+    ) -> None:
+        sock = dial(address, timeout_s)
+        auth.connect(sock, token, auth.run_id_of(token), {"rank": rank}, timeout_s)
+        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._on_prepare = on_prepare
+        self._link = _Link(Connection(sock, f"{name} rank 0"), self._message, on_death)
+
+    def next_plan(self) -> StepPlan | None:
+        """Block until the leader sends a plan; None once it has said stop."""
+        return self._plans.get()
+
+    def close(self) -> None:
+        """Leave."""
+        self._link.close()
+
+    def _message(self, op: str, payload: bytes) -> None:
+        if op == "plan":
+            self._plans.put(StepPlan.from_bytes(payload))
+        elif op == "prepare":
+            self._on_prepare()
+        elif op == "stop":
+            self._link.expect_end()
+            self._plans.put(None)

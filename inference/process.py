@@ -1,0 +1,302 @@
+"""One process of an engine replica in a run: its world, its weights, its server. ``run`` is the whole life.
+
+Rank 0: join the world, register with the hub as a subscriber, take the first version and verify it, compile,
+then register as an engine and answer requests; later versions come by ``POST /swap`` or by themselves. The
+other ranks prepare their shards of the same versions and execute the plans that rank 0 sends. A replica of
+several ranks ends as one: see ``inference.group``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh
+
+from jaxrl_sync.inference import probe
+from jaxrl_sync.inference.chat import chat_format
+from jaxrl_sync.inference.config import EngineConfig
+from jaxrl_sync.inference.engine import Engine
+from jaxrl_sync.inference.errors import EngineError, RankDiedError
+from jaxrl_sync.inference.group import Follower, Leader
+from jaxrl_sync.inference.openai_api import OpenAIModel
+from jaxrl_sync.inference.runner import Runner, target_tree
+from jaxrl_sync.inference.server import EngineServer, ServerConfig
+from jaxrl_sync.inference.tokenizer import load_tokenizer
+from jaxrl_sync.inference.updater import Record, Shadow, SwapPolicy, Updater
+from jaxrl_sync.sharding.presets import qwen3
+from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig
+from jaxrl_sync.transfer import auth
+from jaxrl_sync.transfer.config import SubscriberConfig
+from jaxrl_sync.transfer.hub.client import HubClient
+from jaxrl_sync.transfer.subscriber import Subscriber
+
+WORLD_TIMEOUT_S = 120.0
+DRAIN_S = 5.0
+SPAN_S = 0.5
+Announce = Callable[..., None]
+log = logging.getLogger("jaxrl_sync.inference.process")
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What one rank of a replica is told; see ``run``."""
+
+    config: EngineConfig
+    model: DecoderConfig
+    subscriber: SubscriberConfig
+    dtype: str
+    swap_policy: SwapPolicy
+    hub_url: str
+    token_file: Path
+    host: str
+    port: int
+    replica: int
+    coordinator: str | None
+    tokenizer: str | None
+
+    @property
+    def name(self) -> str:
+        """The replica's name, the same on all its ranks."""
+        return self.subscriber.engine
+
+
+def run(
+    engine: EngineConfig,
+    model: DecoderConfig,
+    subscriber: SubscriberConfig,
+    *,
+    dtype: str,
+    swap_policy: SwapPolicy,
+    hub_url: str,
+    token_file: Path,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    replica: int = 0,
+    coordinator: str | None = None,
+    tokenizer: str | None = None,
+    stop: threading.Event,
+    announce: Announce,
+    record: Record,
+) -> None:
+    """Be rank ``subscriber.rank`` of an engine of ``subscriber.size`` processes until ``stop`` is set.
+
+    The engine's mesh is one axis over all devices of all its ranks. ``announce(url)`` is called once the
+    first version serves (followers: ``announce()`` once they have joined). ``record`` gets timeline rows.
+    Blocks; drains on ``stop``. Raises UserError for what a user can mend; a rank that loses a peer ends by itself.
+    """
+    spec = Spec(
+        engine, model, subscriber, dtype, swap_policy, hub_url, token_file, host, port, replica, coordinator,
+        tokenizer,
+    )  # fmt: skip
+    with _world(spec):
+        mesh = Mesh(np.array(jax.devices()), ("tp",), axis_types=(AxisType.Auto,))
+        target = target_tree(model, engine, mesh, np.dtype(dtype))
+        token = auth.load_token(token_file)
+        if subscriber.rank == 0:
+            _lead(spec, mesh, target, token, stop, announce, record)
+        else:
+            _follow(spec, mesh, target, token, announce, record)
+
+
+def engine_convert(model: DecoderConfig, config: EngineConfig, tp: int, dtype: str) -> Callable[[Any], Any]:
+    """The function from the trainer's tree to this engine's tree; the trainer is given the same one."""
+    convert = functools.partial(qwen3.convert, cfg=model, tp=tp, dtype=np.dtype(dtype))
+    return probe.stamped_convert(convert) if config.version_probe else convert
+
+
+@contextlib.contextmanager
+def _world(spec: Spec) -> Any:
+    """The jax.distributed world of a replica of several ranks; nothing for a single one."""
+    rank, size = spec.subscriber.rank, spec.subscriber.size
+    if size == 1:
+        yield
+        return
+    if spec.coordinator is None:
+        raise EngineError(f"{spec.name} rank {rank} of {size}: expected a coordinator address, found none")
+    # jax's preemption notifier would take SIGTERM away from the handlers of this process.
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    jax.distributed.initialize(
+        spec.coordinator, size, rank, initialization_timeout=int(WORLD_TIMEOUT_S), shutdown_timeout_seconds=20
+    )
+    for number, handler in handlers.items():
+        if callable(handler):
+            signal.signal(number, handler)
+    jax.devices()  # the first use of the backend is collective: all ranks make it here
+    yield
+    jax.distributed.shutdown()
+
+
+def _subscribe(spec: Spec, mesh: Mesh, target: Any) -> Subscriber:
+    convert = engine_convert(spec.model, spec.config, mesh.shape["tp"], spec.dtype)
+    return Subscriber(spec.hub_url, target, convert, token_file=spec.token_file, config=spec.subscriber)
+
+
+def _lead(
+    spec: Spec, mesh: Mesh, target: Any, token: str, stop: threading.Event, announce: Announce, record: Record
+) -> None:
+    """Rank 0: engine, updates, server."""
+    with contextlib.ExitStack() as stack:
+        leader = _open_group(spec, token)
+        if leader is not None:
+            stack.callback(leader.close)
+        subscriber = stack.enter_context(_subscribe(spec, mesh, target))
+        engine = Engine(
+            spec.config,
+            spec.model,
+            mesh,
+            dtype=np.dtype(spec.dtype),
+            transmit=leader.send_plan if leader else None,
+            warm_up=True,
+        )
+        stack.callback(engine.close)
+        thread = stack.enter_context(EngineThread(engine, record))
+        on_prepare = leader.prepare if leader else lambda: None
+        updater = Updater(engine, subscriber, spec.swap_policy, record=record, on_prepare=on_prepare)
+        stack.callback(updater.close)
+        server = _open_server(spec, engine, updater, subscriber, token, stack)
+        updater.start()
+        if _wait_ready(updater, thread, stop):
+            hub = stack.enter_context(HubClient(spec.hub_url, spec.token_file, spec.subscriber.hub_timeout_s))
+            info = {
+                "url": server.url,
+                "replica": spec.replica,
+                "slots": spec.config.slots,
+                "max_len": spec.config.max_len,
+            }
+            lease = hub.register("engine", spec.name, 0, 1, info, spec.subscriber.ttl_s)
+            announce(server.url)
+            while not stop.wait(0.2):
+                _check(updater, thread)
+                if lease.lost.is_set():
+                    raise RankDiedError(f"{spec.name}: {lease.reason}")
+            lease.close()
+        server.close(DRAIN_S)
+
+
+def _open_group(spec: Spec, token: str) -> Leader | None:
+    size = spec.subscriber.size
+    if size == 1:
+        return None
+    leader = Leader(spec.name, token, spec.host, size)
+    multihost_utils.broadcast_one_to_all(np.int32(leader.address[1]))
+    leader.wait(WORLD_TIMEOUT_S)
+    return leader
+
+
+def _open_server(
+    spec: Spec,
+    engine: Engine,
+    updater: Updater,
+    subscriber: Subscriber,
+    token: str,
+    stack: contextlib.ExitStack,
+) -> EngineServer:
+    """The HTTP server; OpenAI's calls too where the run has a tokenizer."""
+
+    def extra_stats() -> dict[str, Any]:
+        prepared = updater.prepared
+        return {
+            "prepared": dataclasses.asdict(prepared) if prepared else None,
+            "sync": dict(subscriber.stats()),
+        }
+
+    openai = None
+    if spec.tokenizer is not None:
+        tokenizer = load_tokenizer(spec.tokenizer, None)
+        chat = chat_format(tokenizer)
+        stack.callback(chat.close)
+        openai = OpenAIModel("policy", spec.config, spec.model.vocab_size, tokenizer, chat)
+    config = ServerConfig(host=spec.host, port=spec.port, name=spec.name)
+    server = EngineServer(
+        engine, token=token, config=config, openai=openai, swap=updater.swap, extra_stats=extra_stats
+    )
+    stack.callback(server.close, 0.0)
+    return server
+
+
+def _wait_ready(updater: Updater, thread: EngineThread, stop: threading.Event) -> bool:
+    """Whether the first version serves; False when told to stop before."""
+    while not updater.ready.wait(0.1):
+        _check(updater, thread)
+        if stop.is_set():
+            return False
+    return True
+
+
+def _check(updater: Updater, thread: EngineThread) -> None:
+    thread.check()
+    if updater.error is not None:
+        raise updater.error
+
+
+def _follow(spec: Spec, mesh: Mesh, target: Any, token: str, announce: Announce, record: Record) -> None:
+    """Another rank: execute the leader's plans until it says stop."""
+    with contextlib.ExitStack() as stack:
+        port = int(multihost_utils.broadcast_one_to_all(np.int32(0)))
+        subscriber = stack.enter_context(_subscribe(spec, mesh, target))
+        shadow = Shadow(subscriber, record=record, timeout_s=spec.subscriber.timeout_s)
+        stack.callback(shadow.close)
+        assert spec.coordinator is not None
+        address = f"{spec.coordinator.rpartition(':')[0]}:{port}"
+        follower = Follower(spec.name, spec.subscriber.rank, address, token, shadow.prepare)
+        stack.callback(follower.close)
+        runner = Runner(spec.model, spec.config, mesh, shadow.take, np.dtype(spec.dtype))
+        announce()
+        while (plan := follower.next_plan()) is not None:
+            runner.execute(plan)
+
+
+class EngineThread:
+    """Runs an engine's steps on a thread of its own and records when it generates; ends with ``with``."""
+
+    def __init__(self, engine: Engine, record: Record) -> None:
+        self._engine, self._record = engine, record
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._span: tuple[float, float] | None = None
+        self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
+
+    def __enter__(self) -> EngineThread:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(60.0)
+        if self._thread.is_alive():
+            log.warning("a step still runs 60 s after the engine was told to end; leaving it")
+
+    def check(self) -> None:
+        """Raise what ended the thread, if something did."""
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._engine.run(self._stop, self._busy)
+        except BaseException as error:
+            self._error = error
+        self._flush()
+
+    def _busy(self, t0: float, t1: float) -> None:
+        """Join steps without a gap into rows of at most ``SPAN_S``."""
+        if self._span is not None and (t0 - self._span[1] > 0.05 or t1 - self._span[0] > SPAN_S):
+            self._flush()
+        self._span = (self._span[0] if self._span else t0, t1)
+
+    def _flush(self) -> None:
+        version = self._engine.version
+        if self._span is not None and version is not None:
+            self._record("generate", *self._span, version=version.number)
+        self._span = None

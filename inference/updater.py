@@ -1,0 +1,271 @@
+"""From the hub's offer to the serving weights: prepare beside decoding, then swap between two steps.
+
+``Updater`` lives on rank 0 with a thread of its own; it decides when a version is taken: the first one as
+soon as it is on offer, later ones when ``swap`` asks for them (``approved``) or at once (``auto``). The
+other ranks have a ``Shadow``, which prepares what the leader prepares and hands it out at the swap's step.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Literal, Protocol
+
+from jaxrl_sync.inference.errors import EngineError, NotServingError, SwapTimeoutError
+from jaxrl_sync.inference.front import SwapReport
+from jaxrl_sync.inference.pending import fail, settle
+from jaxrl_sync.transfer.errors import TransferError
+from jaxrl_sync.transfer.subscriber import Prepared, Subscriber, Update
+from jaxrl_sync.transfer.version import Version
+
+SwapPolicy = Literal["approved", "auto"]
+FIRST_TIMEOUT_S = 3600.0
+AUTO_TIMEOUT_S = 60.0
+_POLL_S = 0.2
+_OLD_OFFER_S = 0.02
+log = logging.getLogger("jaxrl_sync.inference.updater")
+
+
+class Record(Protocol):
+    """A row of the process's timeline; times are ``time.time()`` seconds."""
+
+    def __call__(self, kind: str, t0: float, t1: float, *, version: int | None = None) -> None: ...
+
+
+class Swappable(Protocol):
+    """The part of the engine that an updater drives."""
+
+    @property
+    def version(self) -> Version | None: ...
+
+    def request_swap(
+        self, version: Version, take: Callable[[], Any], timeout_s: float = ...
+    ) -> Future[SwapReport]: ...
+
+
+class Updater:
+    """Owns the updating thread of rank 0, from ``start`` to ``close``; the subscriber stays the caller's.
+
+    ``on_prepare`` runs right before this rank prepares (the leader tells its followers). ``ready`` is set
+    once the first version serves. ``error`` is what ended the thread, None while all is well.
+    """
+
+    def __init__(
+        self,
+        engine: Swappable,
+        subscriber: Subscriber,
+        policy: SwapPolicy,
+        *,
+        record: Record,
+        on_prepare: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._engine, self._subscriber, self._policy = engine, subscriber, policy
+        self._record, self._on_prepare = record, on_prepare
+        self._requests: queue.SimpleQueue[tuple[Version, float, Future[dict[str, Any]]] | None]
+        self._requests = queue.SimpleQueue()
+        self._held: tuple[Update, Prepared] | None = None
+        self._closing = threading.Event()
+        self.ready = threading.Event()
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="updater", daemon=True)
+
+    def start(self) -> None:
+        """Start taking versions."""
+        self._thread.start()
+
+    @property
+    def prepared(self) -> Version | None:
+        """The version that lies verified in the shadow slot and doesn't serve yet."""
+        held = self._held
+        return held[0].version if held else None
+
+    def swap(self, version: Version, timeout_s: float) -> Future[dict[str, Any]]:
+        """Serve ``version`` or a later one of its lineage; the future ends with the ``/swap`` answer.
+
+        SwapTimeoutError after ``timeout_s``, with the state unchanged.
+        """
+        future: Future[dict[str, Any]] = Future()
+        if self._closing.is_set() or self.error is not None:
+            fail(future, NotServingError("the engine takes no versions any more"))
+        else:
+            self._requests.put((version, time.monotonic() + timeout_s, future))
+        return future
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Stop taking versions; waits for the thread."""
+        self._closing.set()
+        self._requests.put(None)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            self._take(None, time.monotonic() + FIRST_TIMEOUT_S)
+            self.ready.set()
+            while not self._closing.is_set():
+                self._serve_one() if self._policy == "approved" else self._take_newest()
+        except BaseException as error:
+            if not self._closing.is_set():
+                self.error = error
+        self._refuse_rest()
+
+    def _serve_one(self) -> None:
+        request = self._requests.get()
+        if request is None:
+            return
+        version, deadline, future = request
+        try:
+            settle(future, self._take(version, deadline))
+        except (EngineError, TransferError) as error:
+            fail(future, error)
+
+    def _take_newest(self) -> None:
+        """Policy auto: take what is on offer, then answer those who asked for it."""
+        if self._subscriber.poll(_POLL_S) is not None:
+            try:
+                self._take(None, time.monotonic() + AUTO_TIMEOUT_S)
+            except SwapTimeoutError as error:
+                log.warning("%s", error)
+        while not self._requests.empty() and not self._closing.is_set():
+            self._serve_one()
+
+    def _take(self, wanted: Version | None, deadline: float) -> dict[str, Any]:
+        """Prepare and swap to ``wanted`` or later, None for whatever is on offer; the ``/swap`` answer."""
+        serving = self._engine.version
+        if wanted is not None and serving is not None and _serves(serving, wanted):
+            return _answer(SwapReport(serving, 0, 0.0), None)
+        update, prepared = self._prepared_update(wanted, deadline)
+        self._held = (update, prepared)
+        t0 = time.time()
+        remaining = max(0.0, deadline - time.monotonic())
+        swapped = self._engine.request_swap(update.version, update.swap, remaining)
+        report = self._wait(swapped)
+        self._held = None
+        self._record("swap", time.time() - report.pause_s, time.time(), version=report.version.number)
+        self._record("wait", t0, time.time() - report.pause_s, version=report.version.number)
+        return _answer(report, prepared)
+
+    def _wait(self, swapped: Future[SwapReport]) -> SwapReport:
+        """The report; the engine's own deadline ends the wait, or our closing does."""
+        while True:
+            try:
+                return swapped.result(_POLL_S)
+            except TimeoutError:
+                if self._closing.is_set():
+                    raise NotServingError("the engine is closing") from None
+
+    def _prepared_update(self, wanted: Version | None, deadline: float) -> tuple[Update, Prepared]:
+        """An update that is verified in the shadow slot, prepared again as long as there is time."""
+        if self._held is not None:
+            if wanted is None or _serves(self._held[0].version, wanted):
+                return self._held
+            self._held[0].discard(f"{wanted} is wanted")
+            self._held = None
+        cause: Exception | None = None
+        while not self._closing.is_set():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise SwapTimeoutError(f"swap to {wanted}: {cause or 'no such version was offered in time'}")
+            update = self._subscriber.poll(min(left, _POLL_S))
+            if update is None:
+                continue
+            if wanted is not None and not _serves(update.version, wanted):
+                time.sleep(_OLD_OFFER_S)
+                continue
+            try:
+                return update, self._prepare(update, left)
+            except TransferError as error:
+                log.warning("preparing %s: %s", update.version, error)
+                cause = error
+        raise NotServingError("the engine is closing")
+
+    def _prepare(self, update: Update, timeout_s: float) -> Prepared:
+        self._on_prepare()
+        t0 = time.time()
+        prepared = update.prepare(timeout_s)
+        self._record("prepare", t0, time.time(), version=prepared.version.number)
+        return prepared
+
+    def _refuse_rest(self) -> None:
+        """Nobody may wait for a thread that has ended."""
+        while not self._requests.empty():
+            request = self._requests.get()
+            if request is not None:
+                fail(request[2], NotServingError("the engine takes no versions any more"))
+
+
+class Shadow:
+    """What a follower has prepared. ``prepare`` and ``take`` are called from different threads."""
+
+    def __init__(self, subscriber: Subscriber, *, record: Record, timeout_s: float = 60.0) -> None:
+        self._subscriber, self._record, self._timeout_s = subscriber, record, timeout_s
+        self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._held: Update | None = None
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="shadow", daemon=True)
+        self._thread.start()
+
+    def prepare(self) -> None:
+        """Prepare what the hub offers, in the background."""
+        self._asked.put(True)
+
+    def take(self, version: Version) -> Any:
+        """The tree of ``version``; waits up to ``timeout_s`` for it, EngineError without it."""
+        deadline = time.monotonic() + self._timeout_s
+        with self._changed:
+            while self._held is None or self._held.version != version:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    found = self._held.version if self._held else None
+                    raise EngineError(f"swap to {version}: this rank has prepared {found}")
+                self._changed.wait(left)
+            update, self._held = self._held, None
+        return update.swap()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._asked.put(False)
+        self._thread.join(5.0)
+
+    def _run(self) -> None:
+        while self._asked.get():
+            with self._changed:
+                stale, self._held = self._held, None
+            if stale is not None:
+                stale.discard("the leader prepares again")
+            try:
+                update = self._subscriber.poll(self._timeout_s)
+                if update is None:
+                    continue
+                t0 = time.time()
+                update.prepare(self._timeout_s)
+            except TransferError as error:
+                log.warning("preparing: %s", error)
+                continue
+            self._record("prepare", t0, time.time(), version=update.version.number)
+            with self._changed:
+                self._held = update
+                self._changed.notify_all()
+
+
+def _serves(found: Version, wanted: Version) -> bool:
+    return found == wanted or found.follows(wanted)
+
+
+def _answer(report: SwapReport, prepared: Prepared | None) -> dict[str, Any]:
+    return {
+        "lineage": report.version.lineage,
+        "number": report.version.number,
+        "pause_s": report.pause_s,
+        "step": report.step,
+        "bytes": prepared.nbytes if prepared else 0,
+        "prepare_s": prepared.prepare_s if prepared else 0.0,
+        "verify_s": prepared.verify_s if prepared else 0.0,
+        "transport": prepared.transport if prepared else "none",
+    }
