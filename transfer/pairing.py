@@ -30,7 +30,10 @@ class Pairing:
         return str(self.plan.digest)
 
     def rank(self, process: int, side: Any) -> RankPlan:
-        """One process's copies."""
+        """One process's copies; none where it holds nothing."""
+        layout = self.plan.source if side == "source" else self.plan.target
+        if process not in layout.devices.values():
+            return RankPlan(process, side, ())
         rank: RankPlan = self.plan.for_rank(process, side=side)
         return rank
 

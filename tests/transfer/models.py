@@ -14,13 +14,63 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_sync.sharding.paths import leaves_by_path
 from jaxrl_sync.sharding.presets import qwen3
-from jaxrl_sync.transfer import auth
+from jaxrl_sync.transfer import HubClient, Publisher, PublisherConfig, Subscriber, SubscriberConfig, auth
 from jaxrl_sync.transfer.hub.server import run_hub
 
 CONFIG = qwen3.DecoderConfig(
     vocab_size=64, num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=64
 )
 AXES = {"embed": "fsdp", "vocab": "tp", "heads": "tp", "kv_heads": "tp", "ff": "tp"}
+
+
+class Rig:
+    """Makes publishers and subscribers of the small model on one hub and closes them in reverse order."""
+
+    def __init__(self, hub: ServerThread, token_file: Path) -> None:
+        self._hub = hub
+        self._token_file = token_file
+        self._open: list[Any] = []
+
+    def publisher(self, source: Any, transport: Any = "auto", convert: Any = None) -> Publisher:
+        config = PublisherConfig(transport=transport, chunk_bytes=4096, ttl_s=2.0)
+        made = Publisher(self._hub.url, source, token_file=self._token_file, config=config, convert=convert)
+        self._open.append(made)
+        return made
+
+    def open_subscriber(
+        self,
+        engine: str = "engine-0",
+        transport: Any = "auto",
+        target: Any = None,
+        convert: Any = None,
+        first: int = 4,
+    ) -> Subscriber:
+        config = SubscriberConfig(engine=engine, transport=transport, ttl_s=2.0)
+        return Subscriber(
+            self._hub.url,
+            engine_target(first) if target is None else target,
+            convert or globals()["convert"],
+            token_file=self._token_file,
+            config=config,
+        )
+
+    def subscriber(self, *args: Any, **options: Any) -> Subscriber:
+        self._open.append(self.open_subscriber(*args, **options))
+        return self._open[-1]  # type: ignore[no-any-return]
+
+    def hub_client(self) -> HubClient:
+        self._open.append(HubClient(self._hub.url, self._token_file))
+        return self._open[-1]  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        while self._open:
+            self._open.pop().close()
+
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class ServerThread:

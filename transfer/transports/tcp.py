@@ -35,23 +35,22 @@ class _Lanes:
 
         When a lane fails, all of them are closed, so that the others end too.
         """
+        errors: list[BaseException] = []
 
         def lane(index: int) -> None:
             try:
                 for chunk in range(index, len(self.windows), len(self.connections)):
                     work(index, chunk)
-            except BaseException:
+            except BaseException as error:
+                errors.append(error)
                 for connection in self.connections:
                     connection.close()
-                raise
 
         futures = [self._pool.submit(lane, i) for i in range(1, len(self.connections))] if self._pool else []
-        try:
-            lane(0)
-        finally:
-            concurrent.futures.wait(futures)
-        for future in futures:
-            future.result()
+        lane(0)
+        concurrent.futures.wait(futures)
+        if errors:
+            raise errors[0]
 
     def close(self) -> None:
         for connection in self._extra:
