@@ -76,7 +76,7 @@ def _take_run(operand: Value, first: Rows, sizes: Shape, count: int, dim: int, d
     return reshape(transpose(lines, order), (count, *sizes))
 
 
-def _starts(indices: npt.NDArray[Any], numbers: Any, rank: int, batching: Sequence[int]) -> Rows:
+def _starts(indices: npt.NDArray[Any], numbers: Any, rank: int, batching: Sequence[tuple[int, int]]) -> Rows:
     """int64 [rows, operand dims]: where each slice begins."""
     batch = indices.shape[:-1]
     starts = np.zeros((math.prod(batch), rank), np.int64)
@@ -84,7 +84,7 @@ def _starts(indices: npt.NDArray[Any], numbers: Any, rank: int, batching: Sequen
     for column, dim in enumerate(numbers):
         starts[:, dim] = flat[:, column]
     grid = np.indices(batch).reshape(len(batch), -1) if batch else np.zeros((0, 1), np.int64)
-    for dim, axis in batching:  # type: ignore[misc]
+    for dim, axis in batching:
         starts[:, dim] = grid[axis]
     return starts
 
@@ -96,7 +96,7 @@ def gather(operand: Value, indices: npt.NDArray[Any], fill: Value, params: dict[
     batching = list(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
     starts = _starts(indices, numbers.start_index_map, rank, batching)
     limit = np.array([n - s for n, s in zip(operand.shape, sizes, strict=True)], np.int64)
-    wild = ((starts < 0) | (starts > limit)).any(axis=1)
+    wild: npt.NDArray[np.bool_] = np.any((starts < 0) | (starts > limit), axis=1)
     if "FILL" not in str(params["mode"]):
         wild[:] = False
     starts = np.clip(starts, 0, np.maximum(limit, 0))

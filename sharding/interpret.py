@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jaxrl_sync.sharding import movement
 from jaxrl_sync.sharding.errors import MappingError
 from jaxrl_sync.sharding.fragments import TooManyFragments
-from jaxrl_sync.sharding.known import ELEMENTWISE, KNOWN_LIMIT, Known, evaluate_known
+from jaxrl_sync.sharding.known import ELEMENTWISE, KNOWN_LIMIT, Known, bind, evaluate_known
 from jaxrl_sync.sharding.values import Value, reshape, slice_dim, stack
 
 NodeKey = tuple[int, ...]
@@ -95,7 +95,7 @@ class Interpreter:
 
         def read(atom: Any) -> Abstract:
             if isinstance(atom, Literal):
-                return Known.of(np.asarray(atom.val, atom.aval.dtype))
+                return Known.of(np.asarray(atom.val, getattr(atom.aval, "dtype", None)))
             return env[atom]
 
         for number, eqn in enumerate(jaxpr.eqns):
@@ -259,9 +259,7 @@ def evaluate(
             outs, inner = _open(eqn, values, wanted, here)
             found.update(inner)
         else:
-            functions, params = eqn.primitive.get_bind_params(eqn.params)
-            outs = eqn.primitive.bind(*functions, *values, **params)
-            outs = list(outs) if eqn.primitive.multiple_results else [outs]
+            outs = bind(eqn, values)
         env.update(zip(eqn.outvars, outs, strict=True))
         for k, out in enumerate(outs):
             if (*here, k) in wanted:

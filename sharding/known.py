@@ -97,6 +97,14 @@ class Known:
         return Value(self.shape, self.dtype, (normal(source, 0, 0, axes),))
 
 
+def bind(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Runs one equation on real or traced values, as jax's own evaluation of a jaxpr does."""
+    given = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = given if isinstance(given, tuple) else ((), given)
+    outs = eqn.primitive.bind(*functions, *operands, **params)
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
 def evaluate_known(eqn: Any, args: list[Known]) -> list[Known]:
     """The outputs of an operation on constants. Elementwise ones run on the unrepeated parts only."""
     name = eqn.primitive.name
@@ -111,9 +119,7 @@ def evaluate_known(eqn: Any, args: list[Known]) -> list[Known]:
             return [Known(np.asarray(simple(*operands)), shapes[0])]
     if name == "select_n" and all(isinstance(x, np.ndarray) for x in operands) and len(operands) == 3:
         return [Known(np.where(np.asarray(operands[0]).astype(bool), operands[2], operands[1]), shapes[0])]
-    functions, params = eqn.primitive.get_bind_params(eqn.params)
-    outs = eqn.primitive.bind(*functions, *(jax.numpy.asarray(x) for x in operands), **params)
-    outs = list(outs) if eqn.primitive.multiple_results else [outs]
+    outs = bind(eqn, [jax.numpy.asarray(x) for x in operands])
     if name in ELEMENTWISE:
         return [Known(np.asarray(o), s) for o, s in zip(outs, shapes, strict=True)]
     return [Known.of(o) for o in outs]

@@ -141,6 +141,11 @@ def _block(
     return Block(tuple(merged), first_t, first_s)
 
 
+def volumes(low: IntArray, high: IntArray) -> IntArray:
+    """Elements of boxes [boxes, axes]."""
+    return np.asarray(np.prod(np.maximum(high - low, 0), axis=1, dtype=np.int64))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Parts:
     """Boxes in axis space, [boxes, axes], and the number of the device box that each belongs to."""
@@ -152,7 +157,7 @@ class Parts:
     @property
     def volumes(self) -> IntArray:
         """Elements of each."""
-        return np.prod(np.maximum(self.high - self.low, 0), axis=1, dtype=np.int64)
+        return volumes(self.low, self.high)
 
 
 def preimages(block: Block, boxes: Sequence[Box], side: str) -> Parts:
@@ -176,8 +181,8 @@ def preimages(block: Block, boxes: Sequence[Box], side: str) -> Parts:
         for choice in itertools.product(*options):
             low, high = [0] * axes, [a.size for a in block.links]
             for ranges in choice:
-                for i, (a, b) in ranges.items():
-                    low[i], high[i] = a, b
+                for i, (first, last) in ranges.items():
+                    low[i], high[i] = first, last
             owner.append(number)
             lows.append(low)
             highs.append(high)
@@ -204,8 +209,8 @@ def _along(
     found = []
     for box in index_ranges([(n, s) for _, n, s, _ in axes], start, low, high):
         ranges = {}
-        for (i, n, _, flipped), (a, b) in zip(axes, box, strict=True):
-            ranges[i] = (n - b, n - a) if flipped else (a, b)
+        for (i, n, _, flipped), (first, last) in zip(axes, box, strict=True):
+            ranges[i] = (n - last, n - first) if flipped else (first, last)
         found.append(ranges)
     return found
 
@@ -224,8 +229,8 @@ def match(block: Block, target: Reduced, source: Reduced, name: str) -> Pairs:
     """All pairs of boxes that share elements of the block, with the proof that they cover it exactly once.
 
     The preimages of the target boxes must be disjoint and fill the axis space, and so must those of the
-    source boxes: then their intersections are disjoint and fill every target box. Checked by volumes and by a sweep
-    over boxes; a failure is a `MappingError` with ``name``.
+    source boxes: then their intersections are disjoint and fill every target box. Checked by volumes and by
+    a sweep over boxes; a failure is a `MappingError` with ``name``.
     """
     want, have = preimages(block, target.boxes, "target"), preimages(block, source.boxes, "source")
     for parts, side in ((want, "target"), (have, "source")):

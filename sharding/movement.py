@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxrl_sync.sharding import values as v
+from jaxrl_sync.sharding.fragments import coalesce
 from jaxrl_sync.sharding.gathers import gather, scatter
 from jaxrl_sync.sharding.known import KNOWN_LIMIT, Known
 from jaxrl_sync.sharding.values import Value
@@ -69,7 +70,7 @@ def _clamped(starts: Sequence[Known], shape: Sequence[int], sizes: Sequence[int]
 
 def _concatenate(_: Interpreter, params: Params, args: list[Any], __: Sequence[Any]) -> list[Value]:
     joined = v.concatenate(args, params["dimension"])
-    return [Value(joined.shape, joined.dtype, v.coalesce(joined.fragments))]
+    return [Value(joined.shape, joined.dtype, coalesce(joined.fragments))]
 
 
 def _stack(_: Interpreter, params: Params, args: list[Any], __: Sequence[Any]) -> list[Value]:

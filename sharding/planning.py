@@ -23,7 +23,7 @@ from jaxrl_sync.sharding.correspondence import Correspondence
 from jaxrl_sync.sharding.coverage import prove_coverage
 from jaxrl_sync.sharding.errors import MappingError
 from jaxrl_sync.sharding.layout import Layout, Placement, Shard, dtype_of
-from jaxrl_sync.sharding.matching import Block, IntArray, Reduced, blocks_of, match, reduce
+from jaxrl_sync.sharding.matching import Block, IntArray, Reduced, blocks_of, match, reduce, volumes
 from jaxrl_sync.sharding.rank_plan import RankPlan, materialise
 
 _MAGIC = b"jaxrl.plan\x01"
@@ -32,7 +32,7 @@ CONSTANT_DEVICE = -1
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Template:
-    """Moves of one block between two placements: per move a source and a target device and an axis-space box."""
+    """Moves of one block between two placements: per move two devices and an axis-space box."""
 
     source: Placement
     target: Placement
@@ -46,7 +46,7 @@ class Template:
     @property
     def volumes(self) -> IntArray:
         """Elements per move."""
-        return np.prod(self.high - self.low, axis=1, dtype=np.int64)
+        return volumes(self.low, self.high)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,10 +169,10 @@ class Plan:
 def plan(
     source: Layout, target: Layout, correspondence: Correspondence, topology: Any = None, policy: Any = None
 ) -> Plan:
-    """All copies that turn ``source`` into ``target`` as ``correspondence`` says, proved complete and disjoint.
+    """All copies that turn ``source`` into ``target``, proved complete and disjoint.
 
     ``source``: `Correspondence.export_layout`, or the layout of the parameters (from which it follows).
-    Every element of every target shard is written exactly once, by one source replica; replicas share the load.
+    Every element of every target shard is written exactly once, by one source replica.
     Raises `MappingError` if a layout does not hold each element, or a tensor is missing or of another shape.
     """
     source = _export_layout(source, correspondence)
@@ -251,9 +251,10 @@ def _template(
     pairs = match(block, reduce(to, True), reduce(place, False), name)
     holders = [[s.device for s in shards] for shards in place.by_box.values()]
     takers = [[s.device for s in shards] for shards in to.by_box.values()]
-    volumes = np.prod(pairs.high - pairs.low, axis=1, dtype=np.int64)
     senders, receivers, rows = [], [], []
-    for row, (s, t, volume) in enumerate(zip(pairs.source, pairs.target, volumes, strict=True)):
+    for row, (s, t, volume) in enumerate(
+        zip(pairs.source, pairs.target, volumes(pairs.low, pairs.high), strict=True)
+    ):
         for device in takers[t]:
             senders.append(loads.take(holders[s], int(volume) * itemsize * count))
             receivers.append(device)

@@ -56,7 +56,7 @@ class Pool:
 
 
 def make_pool(plan: Plan) -> Pool:
-    """Allocates and touches a pool for `reshard(..., out=pool)`. Takes seconds per gigabyte the first time."""
+    """Allocates and touches a pool for `reshard(..., out=pool)`; takes seconds per gigabyte."""
     return Pool(plan)
 
 

@@ -27,8 +27,8 @@ def trace(convert: Callable[[Any], Any], source: Any, target: Any = None) -> Cor
 
     ``convert``: a pure function from the source tree to the target tree. ``source``: a tree of arrays or
     ``jax.ShapeDtypeStruct``, or a `Layout` (then ``convert`` gets nested dictionaries). ``target``: the tree
-    or Layout that ``convert`` must produce, or None to accept what it does. Raises `MappingError` for an impure
-    function, positions taken from data, and tensors that are missing, extra or of another shape or dtype.
+    or Layout that ``convert`` must produce, or None to accept what it does. Raises `MappingError` for an
+    impure function, positions taken from data, and missing or extra tensors and other shapes or dtypes.
     """
     tree = source.shapes() if isinstance(source, Layout) else source
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)

@@ -108,12 +108,6 @@ def _shift(piece: Piece, dim: int, by: int) -> Piece:
     return piece._replace(start=start)
 
 
-def _scale(piece: Piece, dim: int, by: int) -> Piece:
-    start = (*piece.start[:dim], piece.start[dim] * by, *piece.start[dim + 1 :])
-    axes = tuple(a._replace(stride=a.stride * by) if a.dim == dim else a for a in piece.axes)
-    return piece._replace(start=start, axes=axes)
-
-
 def _take_every(value: Value, dim: int, step: int) -> Value:
     """Indices 0, step, 2 step, ... of one dimension: the first column of that dimension seen as rows."""
     rows = -(-value.shape[dim] // step)
@@ -237,7 +231,7 @@ def select_boxes(mask: npt.NDArray[np.bool_]) -> list[tuple[Shape, Shape, bool]]
     rows = mask.reshape(mask.shape[0], -1)
     edges = np.flatnonzero((rows[1:] != rows[:-1]).any(axis=1)) + 1
     cuts = [0, *(int(e) for e in edges), mask.shape[0]]
-    found = []
+    found: list[tuple[Shape, Shape, bool]] = []
     for a, b in zip(cuts[:-1], cuts[1:], strict=True):
         if mask.ndim == 1:
             found.append(((a,), (b,), bool(mask[a])))

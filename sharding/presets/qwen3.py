@@ -162,13 +162,15 @@ def convert(params: Tree, cfg: DecoderConfig, tp: int, dtype: Any = jnp.bfloat16
     }
     if not cfg.tied_embeddings:
         tree["lm_head"] = params["lm_head"]["kernel"]
-    return jax.tree.map(lambda x: x.astype(dtype), tree)
+    cast: Tree = jax.tree.map(lambda x: x.astype(dtype), tree)
+    return cast
 
 
 def engine_abstract(cfg: DecoderConfig, mesh: Mesh, dtype: Any = jnp.bfloat16, axis: str = "tp") -> Tree:
     """The engine tree as ``jax.ShapeDtypeStruct`` leaves with ``NamedSharding`` over ``mesh``."""
     shapes = jax.eval_shape(lambda p: convert(p, cfg, mesh.shape[axis], dtype), trainer_shapes(cfg))
     specs = engine_specs(cfg, axis)
-    return jax.tree.map(
+    placed: Tree = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s)), shapes, specs
     )
+    return placed

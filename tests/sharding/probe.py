@@ -1,0 +1,50 @@
+"""The element-id probe: runs a conversion on arrays that hold each element's own number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_sync.sharding import Correspondence
+from jaxrl_sync.sharding.layout import dtype_of
+
+Ids = dict[str, np.ndarray[Any, np.dtype[np.int32]]]
+
+
+def ids_of(shapes: dict[str, tuple[int, ...]]) -> Ids:
+    """Path -> int32 array of distinct positive numbers."""
+    found, at = {}, 1
+    for path, shape in shapes.items():
+        size = int(np.prod(shape))
+        found[path] = np.arange(at, at + size, dtype=np.int32).reshape(shape)
+        at += size
+    return found
+
+
+def probed(convert: Callable[[Any], Any], ids: Ids) -> dict[str, Any]:
+    """What the function makes of the ids; compiled without optimisation, which is faster for tiny programs."""
+    run = jax.jit(convert, compiler_options={"xla_backend_optimization_level": 0})
+    return {k: np.asarray(v) for k, v in run({k: jnp.asarray(v) for k, v in ids.items()}).items()}
+
+
+def predicted(corr: Correspondence, path: str, ids: Ids) -> Any:
+    """The same from the correspondence alone; asserts that each element is named exactly once."""
+    tensor = corr.tensors[path]
+    flat = np.zeros(int(np.prod(tensor.shape)), np.int64)
+    named = np.zeros(flat.shape, np.int64)
+    for f in tensor.fragments:
+        at, of = np.array(f.start), np.array(f.offset)
+        for a in f.axes:
+            at = at[..., None] + np.arange(a.size) * a.stride
+            of = of[..., None] + np.arange(a.size) * a.step
+        leaf = corr.leaves[f.source]
+        assert leaf.kind != "computed", f"{path} is computed by {leaf.reason}"
+        values = ids[leaf.path].ravel() if leaf.kind == "param" else np.frombuffer(leaf.values, dtype_of(leaf.dtype))
+        flat[at.ravel()] = np.broadcast_to(values[of], at.shape).ravel()
+        np.add.at(named, at.ravel(), 1)
+    assert (named == 1).all(), f"{path}: elements named {sorted(set(named.tolist()))} times"
+    return flat.reshape(tensor.shape)

@@ -1,0 +1,82 @@
+"""Random programs: the correspondence equals the element-id probe, the moved bits equal ``convert(params)``."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+
+from jaxrl_sync.sharding import Layout, plan, reshard, trace
+from tests.sharding.meshes import bits, mesh, random_bits, random_spec
+from tests.sharding.probe import ids_of, predicted, probed
+from tests.sharding.programs import program
+
+QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large]
+SEEDS = st.integers(0, (1 << 32) - 1)
+
+
+def check_probe(seed: int) -> None:
+    convert, shapes = program(seed)
+    ids = ids_of(shapes)
+    corr = trace(convert, {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in ids.items()})
+    for path, want in probed(convert, ids).items():
+        assert np.array_equal(predicted(corr, path, ids), want), path
+
+
+def check_moved_bits(seed: int) -> None:
+    convert, shapes = program(seed)
+    rng = np.random.default_rng(seed)
+    grids = [((2, 2), ("x", "y")), ((4,), ("x",)), ((1, 3), ("x", "y")), ((2,), ("x",))]
+    on, to = (mesh(*grids[int(rng.integers(0, 4))], first=first) for first in (0, 4))
+    dtype = str(rng.choice(["bfloat16", "float32", "int8", "float64"]))
+    with jax.enable_x64(dtype == "float64"):
+        host = {k: random_bits(rng, s, dtype) for k, s in shapes.items()}
+        params = {k: jax.device_put(v, NamedSharding(on, random_spec(rng, v.shape, on))) for k, v in host.items()}
+        out = jax.eval_shape(convert, params)
+        target = {
+            k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(to, random_spec(rng, x.shape, to)))
+            for k, x in out.items()
+        }
+        corr = trace(convert, params, target)
+        made = reshard(params, plan(corr.export_layout, Layout.of(target), corr))
+        # Bits of ids decide which bits must arrive: integers survive any compiler.
+        ids = ids_of({k: s for k, s in shapes.items()})
+        flat = np.concatenate([np.zeros(1, np.dtype(f"u{host['a'].dtype.itemsize}"))]
+                              + [v.view(f"u{v.dtype.itemsize}").ravel() for v in host.values()])  # fmt: skip
+        for path, want in probed(convert, ids).items():
+            assert np.array_equal(bits(flat[want]), bits(made[path])), path
+            for shard in made[path].addressable_shards:
+                box = Layout.of(target)[path].placement.by_device[shard.device.id].box
+                assert np.array_equal(bits(flat[want][box.slices]), bits(shard.data)), path
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=QUIET)
+@given(SEEDS)
+def test_correspondence_equals_the_probe(seed: int) -> None:
+    check_probe(seed)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=QUIET)
+@given(SEEDS)
+def test_moved_bits_equal_the_conversion(seed: int) -> None:
+    check_moved_bits(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=QUIET)
+@given(SEEDS)
+def test_correspondence_equals_the_probe_400(seed: int) -> None:
+    check_probe(seed)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(7200)
+@settings(max_examples=2000, deadline=None, derandomize=True, suppress_health_check=QUIET)
+@given(SEEDS)
+def test_correspondence_and_bits_2000(seed: int) -> None:
+    check_probe(seed)
+    check_moved_bits(seed)
