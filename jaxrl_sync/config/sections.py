@@ -190,6 +190,8 @@ class LoopSection(Section):
     swap_timeout_s: Seconds = 60.0
     step_timeout_s: Seconds = 180.0
     """Deadline on one training step, from frame to acknowledgement."""
+    stale_policy: Literal["wait", "drop"] = "wait"
+    """Running rollouts that the next batch would make too stale: wait for them, or drop and count them."""
     drop_uniform_groups: bool = False
     """Filter groups whose rewards are all equal (they carry no gradient)."""
     sampling: SamplingTable = SamplingTable()

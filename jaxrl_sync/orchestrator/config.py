@@ -62,8 +62,9 @@ class LoopConfig:
     """Prompts in a row that give nothing before the run ends."""
     filter_uniform: bool = False
     normalize_std: bool = True
-    stale_policy: Literal["drop", "wait"] = "drop"
-    """What a batch does about running groups that it would make too stale."""
+    stale_policy: Literal["wait", "drop"] = "wait"
+    """What a batch does about running groups that it would make too stale: ``wait`` for them (at most their
+    timeout), so that slow prompts are trained at the rate at which they are sampled; or let them be dropped."""
     batch_by: Literal["groups", "samples"] = "groups"
     last_batch: Literal["short", "drop"] = "short"
     """What happens to the rest when the data ends before the steps do."""
@@ -126,6 +127,7 @@ def loop_config(run: RunConfig) -> LoopConfig:
         barren_cap=loop.max_consecutive_drops,
         filter_uniform=loop.drop_uniform_groups,
         normalize_std=run.loss.normalize_std,
+        stale_policy=loop.stale_policy,
         checkpoint_every_steps=run.trainer.checkpoint_every_steps,
         pause_mode=run.sync.pause_mode,
         group_timeout_s=loop.group_timeout_s,

@@ -93,15 +93,17 @@ class RolloutDispatcher:
             abort.add_done_callback(self._aborts.discard)
         self._signal.notify()
 
-    async def drop_stale(self) -> int:
-        """Drop what the next batch can't take; returns once the engines were told (or did not answer)."""
+    def drop_stale(self) -> int:
+        """Drop what the next batch can't take, open and queued; the engines are told in the background."""
         gids = self._book.stale_groups()
-        before = set(self._aborts)
         for gid in gids:
             self.stop_group(self._book.drop_stale(gid))
-        await self._settle(self._aborts - before)
         self._book.sweep()
         return len(gids)
+
+    async def settle_aborts(self) -> None:
+        """Return once every engine was told of what was dropped so far, or did not answer in time."""
+        await self._settle(self._aborts)
 
     def engine_lost(self, engine: Engine, reason: str) -> int:
         """An engine is gone: every group on it is counted as errored, and issued again if it trains."""
@@ -171,7 +173,7 @@ class RolloutDispatcher:
             await self._player.play(
                 group,
                 engine,
-                self._uid_of(group),
+                lambda: self._uid_of(group),
                 self.request_id(group),
                 sampling,
                 eval_,

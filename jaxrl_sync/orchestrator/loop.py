@@ -39,8 +39,9 @@ from jaxrl_sync.orchestrator.source import DataSource
 from jaxrl_sync.orchestrator.stats import RunStats
 from jaxrl_sync.orchestrator.train_sink import BatchFacts, TrainSink
 from jaxrl_sync.orchestrator.trainer_link import TrainerLink
-from jaxrl_sync.orchestrator.weight_watcher import Directory, WeightWatcher
-from jaxrl_sync.tasks.protocol import Dataset, Task
+from jaxrl_sync.orchestrator.weight_watcher import Directory, Swap, WeightWatcher
+from jaxrl_sync.sharding.errors import UserError
+from jaxrl_sync.tasks.protocol import Dataset, Split, Task
 from jaxrl_sync.transfer.version import Version
 
 
@@ -63,8 +64,8 @@ class Loop:
 
     def __init__(self, config: LoopConfig, parts: Parts, state: TrainerState) -> None:
         self.config, self._parts = config, parts
-        self._train = parts.task.dataset("train", parts.task_seed)
-        self._eval = parts.task.dataset("eval", parts.task_seed)
+        self._train = _dataset(parts.task, "train", parts.task_seed)
+        self._eval = _dataset(parts.task, "eval", parts.task_seed)
         source = DataSource(self._train.size, config.seed, epochs=config.epochs, cursor=state.cursor or None)
         self.signal = Signal()
         self.book = Book(config, source, state.number + 1)
@@ -72,7 +73,7 @@ class Loop:
         self.engines = EngineSet()
         self.stats = RunStats(self.book, self.policy, config.steps)
         self.phase = "starting"
-        self._began_number = state.number
+        self._began_number, self._published_at = state.number, time.time()
         self.metrics = MetricsFile(parts.run_dir, resume_step=state.number)
         self._make_components()
 
@@ -91,7 +92,15 @@ class Loop:
             normalize_std=config.normalize_std,
         )
         self.train_sink = TrainSink(
-            config, self.book, self.policy, scorer, parts.link, self.signal, self._on_step, self._on_wait
+            config,
+            self.book,
+            self.policy,
+            scorer,
+            parts.link,
+            self.signal,
+            self.dispatcher.drop_stale,
+            self._on_step,
+            self._on_wait,
         )
         self.dispatcher.train_sink = self.train_sink
         self.eval_sink = EvalSink(
@@ -114,7 +123,7 @@ class Loop:
             self.dispatcher,
             self.signal,
             self._on_version,
-            self.stats.on_swap,
+            self._on_swap,
         )
         self.logger = PeriodicLogger(parts.run_dir, config.log_interval_s, self.collect)
 
@@ -223,9 +232,14 @@ class Loop:
         self._parts.timeline.record("eval", result.started_at, t1, version=result.version.number)
 
     def _on_version(self, version: Version) -> None:
-        now = time.time()
-        self._parts.timeline.record("sync", now, now, version=version.number)
+        self._published_at = time.time()
         self.eval_sink.on_version(version.number)
+
+    def _on_swap(self, swap: Swap) -> None:
+        """A version's sync lasts from its publication until every engine that serves holds it."""
+        self.stats.on_swap(swap)
+        if self.watcher.all_current():
+            self._parts.timeline.record("sync", self._published_at, swap.t1, version=swap.number)
 
     def _uid_of(self, group: OpenGroup) -> str:
         data: Dataset = self._train if group.kind == "train" else self._eval
@@ -238,6 +252,15 @@ class Loop:
         self.metrics.close()
         with contextlib.suppress(LoopError, OSError):
             await self.logger.write()
+
+
+def _dataset(task: Task, split: Split, seed: int) -> Dataset:
+    try:
+        return task.dataset(split, seed)
+    except UserError:
+        raise
+    except Exception as error:
+        raise LoopError(f"the task's dataset({split!r}) raised {type(error).__name__}: {error}") from error
 
 
 def _eval_items(config: LoopConfig, data: Dataset) -> int:

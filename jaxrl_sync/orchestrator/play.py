@@ -52,7 +52,7 @@ class Player:
         self,
         group: OpenGroup,
         engine: Engine,
-        uid: str,
+        uid_of: Callable[[], str],
         request_id: str,
         sampling: SamplingConfig,
         pinned: bool,
@@ -65,7 +65,7 @@ class Player:
         """
         table = _Request(request_id, group, engine, sampling, self.task.stop_token_ids, pinned)
         try:
-            prompt = await self._prompt(uid)
+            uid, prompt = await self._prompt(uid_of)
             budget = self._turn_budget(table, sampling.max_tokens, len(prompt))
             if budget < 1:
                 raise EpisodeError("errored", f"prompt of {len(prompt)} tokens leaves no room")
@@ -85,9 +85,10 @@ class Player:
             for task in tasks:
                 task.cancel()
 
-    async def _prompt(self, uid: str) -> list[int]:
-        def make() -> list[int]:
-            return [int(t) for t in self.task.prompt(uid)]
+    async def _prompt(self, uid_of: Callable[[], str]) -> tuple[str, list[int]]:
+        def make() -> tuple[str, list[int]]:
+            uid = uid_of()
+            return uid, [int(t) for t in self.task.prompt(uid)]
 
         try:
             return await in_thread(make, timeout_s=self.env_timeout_s, what="a prompt")

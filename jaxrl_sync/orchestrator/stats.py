@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxrl_sync.batch.connection import Ack
 from jaxrl_sync.orchestrator.book import Book
+from jaxrl_sync.orchestrator.errors import FlowError
 from jaxrl_sync.orchestrator.eval_sink import EvalResult
 from jaxrl_sync.orchestrator.logger import percentile, rss_bytes, spread
 from jaxrl_sync.orchestrator.policy import Policy
@@ -104,6 +105,13 @@ class RunStats:
             "seconds": result.seconds,
         }
 
+    def _balanced(self) -> bool:
+        try:
+            self._book.check()
+        except FlowError:
+            return False
+        return True
+
     def flow(self) -> dict[str, Any]:
         """Counters by kind, and why samples ended without training."""
         counts: dict[str, Any] = {kind: dataclasses.asdict(flow) for kind, flow in self._book.flow.items()}
@@ -175,7 +183,7 @@ class RunStats:
             "samples": self.samples,
             "flow": self.flow(),
             "permits": dataclasses.asdict(self._book.permits),
-            "identities_ok": True,
+            "identities_ok": self._balanced(),
         }
 
 

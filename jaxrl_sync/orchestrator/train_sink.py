@@ -76,12 +76,13 @@ class TrainSink:
         scorer: Scorer,
         link: TrainerLink,
         signal: Signal,
+        on_cut: Callable[[], object],
         on_step: OnStep,
         on_wait: Callable[[str, float, float, int], None],
     ) -> None:
         self._config, self._book, self._policy = config, book, policy
         self._scorer, self._link, self._signal = scorer, link, signal
-        self._on_step, self._on_wait = on_step, on_wait
+        self._on_cut, self._on_step, self._on_wait = on_cut, on_step, on_wait
         self._outbox: collections.deque[_Packed] = collections.deque()
         self.shipped_all = False
         self.done = False
@@ -113,6 +114,7 @@ class TrainSink:
                 break
             step, batch_s = self._book.step, time.monotonic() - waiting
             batch = self._book.cut()
+            self._on_cut()
             header = self._header(step, last=self._book.ended())
             facts = _facts(step, batch, batch_s, policy_s)
             samples = [s for g in batch for s in _scored(g).samples]

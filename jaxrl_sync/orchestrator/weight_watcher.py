@@ -35,6 +35,7 @@ _HEALTH_S = 2.0
 _MEMBERS_S = 0.5
 _RETRY_S = 2.0
 _SILENT = 5
+_BUSY_S = 0.2
 
 
 class Directory(Protocol):
@@ -96,7 +97,8 @@ class WeightWatcher:
         """A version was published: label, stale drop, then swaps. False if the label was there already."""
         if not self._policy.publish(version):
             return False
-        await self._dispatcher.drop_stale()
+        self._dispatcher.drop_stale()
+        await self._dispatcher.settle_aborts()
         self._on_version(version)
         self._swappable = version
         self._signal.notify()
@@ -195,6 +197,7 @@ class WeightWatcher:
             await asyncio.sleep(_MEMBERS_S)
             return
         engine.failures = 0
+        await asyncio.sleep(_BUSY_S)
         version = health.get("version")
         if health.get("state") not in ("ready", "paused") or version is None:
             engine.state, engine.version = "joining", None

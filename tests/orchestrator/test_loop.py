@@ -116,6 +116,7 @@ def test_prompts_that_raise_are_retried_given_up_and_replaced(tmp_path: Path) ->
         assert reasons["train/errored/prompt:InjectedError"] >= 2 * 3 * 4
         assert reasons["train/errored/score:InjectedError"] >= 3 * 4
         assert running.summary["flow"]["train"]["errored"] >= given_up * 3 * 4
+        assert "train/cancelled/stale" not in reasons and "train/dropped/stale" not in reasons
 
 
 @pytest.mark.invariant(24)
@@ -141,7 +142,7 @@ def test_a_rollout_that_never_ends_is_cancelled_and_its_permits_return(tmp_path:
     with world(tmp_path) as (url, engines, trainer):
         for engine in engines:
             engine.behaviour.hang = lambda body: body["request_id"].startswith("train-4-")
-        running = Running(context(tmp_path, url, loop={"group_timeout_s": 1.5}))
+        running = Running(context(tmp_path, url, loop={"group_timeout_s": 1.5, "staleness_bound": 0}))
         running.join(60)
         assert len(trainer.frames) == 6
         flow = running.summary["flow"]

@@ -134,7 +134,7 @@ def test_same_config_and_seed_give_the_same_schedule() -> None:
 
 @pytest.mark.invariant(24)
 def test_a_prompt_that_always_fails_is_given_up_after_the_retry_cap_and_replaced() -> None:
-    config = sim.loop_config(retry_cap=2, stale_policy="wait")
+    config = sim.loop_config(retry_cap=2)
     simulation = sim.Simulation(config, seed=1, faults=sim.Faults(failing_items=frozenset({3, 7})))
     outcome = simulation.run()
     assert outcome.ended and len(outcome.batches) == 20
@@ -170,7 +170,7 @@ def test_a_rollout_that_never_ends_costs_its_timeout_and_returns_its_permits() -
 def test_pacing_trains_slow_prompts_at_the_rate_at_which_they_are_sampled() -> None:
     slow = frozenset(range(0, 4000, 5))
     faults = sim.Faults(slow_items=slow, slow_factor=6.0)
-    config = sim.loop_config(steps=150, stale_policy="wait", group_timeout_s=1e4)
+    config = sim.loop_config(steps=150, group_timeout_s=1e4)
     outcome = sim.Simulation(config, seed=4, faults=faults, train_s=0.5).run()
     trained = [g.draw.item in slow for b in outcome.batches for g in b]
     assert outcome.ended and abs(sum(trained) / len(trained) - 0.2) < 0.02
@@ -222,7 +222,7 @@ def test_the_rest_at_the_end_of_the_data_follows_its_rule(rule: str, sizes: list
 
 @pytest.mark.invariant(23)
 def test_a_finite_data_set_goes_round_with_each_item_once_per_epoch() -> None:
-    outcome = sim.Simulation(sim.loop_config(steps=10, stale_policy="wait"), seed=2, size=10).run()
+    outcome = sim.Simulation(sim.loop_config(steps=10), seed=2, size=10).run()
     draws = sorted((g.draw.position, g.draw.item) for b in outcome.batches for g in b)
     for epoch in range(3):
         items = [item for position, item in draws if position // 10 == epoch]
@@ -232,7 +232,7 @@ def test_a_finite_data_set_goes_round_with_each_item_once_per_epoch() -> None:
 @pytest.mark.invariant(56)
 @pytest.mark.invariant(57)
 def test_evaluation_shares_permits_and_leaves_the_stream_of_prompts_alone() -> None:
-    config = sim.loop_config(stale_policy="wait")
+    config = sim.loop_config()
     a = sim.Simulation(config, seed=8).run()
     with_eval = sim.Simulation(config, seed=8, faults=sim.Faults(eval_every=3))
     b = with_eval.run()
