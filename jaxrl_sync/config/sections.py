@@ -156,6 +156,8 @@ class LossSection(Section):
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL term to the frozen reference policy (version 0)."""
     kl_weighting: Literal["none", "importance"] = "none"
+    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of an entropy bonus, which keeps a policy that starts from random weights exploring."""
     max_log_ratio: Annotated[float, Field(gt=0)] = 20.0
     normalize_std: bool = True
     """Divide a group's centred rewards by their standard deviation."""

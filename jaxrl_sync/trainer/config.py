@@ -131,6 +131,7 @@ class LossConfig:
     geo_high: float | None = None
     kl_coef: float = 0.0
     kl_weighting: Literal["none", "importance"] = "none"
+    entropy_coef: float = 0.0
     max_log_ratio: float = 20.0
 
     def __post_init__(self) -> None:

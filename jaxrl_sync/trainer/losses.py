@@ -13,6 +13,8 @@ once by N. So the result depends neither on the split into micro-batches, nor on
     geo mask      w = 0 for sequences with exp(mean_t log rho_t) outside [lo, hi]
     none          r = pi / sg(pi): the plain policy gradient
 
+and, with ``entropy_coef``, less that times the entropy of the live policy at every sampled token.
+
 Log-ratios are clamped to +-20 before exp. A log-ratio that is not finite gets weight 0 and is counted.
 """
 
@@ -145,6 +147,8 @@ def policy_loss(
         reference_k3 = jnp.where(finite_ref, jnp.expm1(log_ref) - log_ref, 0.0)
         score = jnp.exp(log_ratio(logp, mu, limit)[0]) if loss.kl_weighting == "importance" else 1.0
         per_token = per_token + loss.kl_coef * score * reference_k3
+    if loss.entropy_coef:
+        per_token = per_token - loss.entropy_coef * entropy
     per_token = jnp.where(used, per_token, 0.0)
     total = jnp.sum(per_token)
 

@@ -104,7 +104,14 @@ def loss_sum(
 ) -> tuple[jax.Array, Sums]:
     """The loss sum of one micro-batch under ``params``, with metric sums."""
     logp, entropy = policy_logprobs(
-        params, model, config, mesh, micro["tokens"], micro["positions"], micro["segments"]
+        params,
+        model,
+        config,
+        mesh,
+        micro["tokens"],
+        micro["positions"],
+        micro["segments"],
+        entropy_gradient=loss.entropy_coef != 0.0,
     )
     return policy_loss(loss, logp, entropy, micro)
 
