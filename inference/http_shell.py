@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxrl_sync.inference.errors import EngineError
@@ -78,29 +78,48 @@ class BearerAuth:
 
 
 class ImpatientProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1 protocol, which by itself lets a new connection wait for its headers for ever."""
+    """uvicorn's HTTP/1.1 protocol with two deadlines that it lacks: for a request's headers, and for a
+    reader that lets its answer stand. Both end the connection at once, unsent bytes included."""
+
+    _stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._headers_due = self.loop.call_later(HEADER_DEADLINE_S, self._close_silent)
+        self._headers_due = self.loop.call_later(HEADER_DEADLINE_S, self._end_idle)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._headers_due.cancel()
+        self._reading_again()
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._headers_due.cancel()
-        self._headers_due = self.loop.call_later(HEADER_DEADLINE_S + KEEP_ALIVE_S, self._close_silent)
+        self._headers_due = self.loop.call_later(HEADER_DEADLINE_S + KEEP_ALIVE_S, self._end_idle)
 
-    def _close_silent(self) -> None:
+    def pause_writing(self) -> None:
+        """The transport's buffer is full: from now on the reader is on the clock."""
+        super().pause_writing()
+        self._stalled = self.loop.call_later(SEND_DEADLINE_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """The reader took enough of it."""
+        self._reading_again()
+        super().resume_writing()
+
+    def _reading_again(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
+    def _end_idle(self) -> None:
         busy = self.cycle is not None and not self.cycle.response_complete
-        if not busy and not self.transport.is_closing():
-            self.transport.close()
+        if not busy:
+            self.transport.abort()
 
 
 class EventStream(Response):
-    """Server-sent events of ``events``; ends early when the client goes away or stops reading.
+    """Server-sent events of ``events``; ends early when the client goes away.
 
     ``on_close`` is called in every case, also when no event was ever asked for.
     """
@@ -117,19 +136,15 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await while_connected(receive, self._pump(send))
-        except (ClientGone, OSError, TimeoutError) as error:
-            log.info("event stream ended by the client's side: %s", str(error) or type(error).__name__)
+        except (ClientGone, OSError) as error:
+            log.info("event stream ended by the client's side: %s", error)
         finally:
             self._on_close()
 
     async def _pump(self, send: Send) -> None:
         async for event in self._events:
-            await self._send(send, event, more=True)
-        await self._send(send, b"", more=False)
-
-    async def _send(self, send: Send, body: bytes, more: bool) -> None:
-        message: Message = {"type": "http.response.body", "body": body, "more_body": more}
-        await asyncio.wait_for(send(message), SEND_DEADLINE_S)
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:

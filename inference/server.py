@@ -150,7 +150,7 @@ class EngineServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(0.0 if kind else 10.0)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -151,6 +151,8 @@ class _EngineThread:
             self._engine.run(self._stop)
         except BaseException as error:
             self._error = error
+        finally:
+            self._engine.close()  # what still waits fails now, not at its deadline
 
     def check(self) -> None:
         """Raises what ended the engine, if something did."""

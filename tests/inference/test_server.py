@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
@@ -131,7 +132,7 @@ def test_every_call_but_health_needs_the_token(server: EngineServer, method: str
         "Bearer \xe9",
     ]
     for value in wrong:
-        headers = {} if value is None else {"Authorization": value.encode("latin-1")}
+        headers = [] if value is None else [(b"Authorization", value.encode("latin-1"))]
         answer = httpx.request(method, server.url + path, headers=headers)
         assert answer.status_code == 401, value
         assert "run token" in answer.json()["error"]["message"]
@@ -345,6 +346,23 @@ def test_slow_body_is_408(server: EngineServer, monkeypatch: pytest.MonkeyPatch)
     answer = sock.recv(4096)
     assert answer.startswith(b"HTTP/1.1 408") and b"not complete after 0.2 s" in answer
     sock.close()
+
+
+def test_reader_that_lets_its_answers_stand_is_cut_off(
+    server: EngineServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_shell, "SEND_DEADLINE_S", 0.3)
+    call = f"GET /stats HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect((host, int(port)))
+        sock.settimeout(0.5)
+        end = time.monotonic() + 30
+        with pytest.raises(ConnectionError):
+            while time.monotonic() < end:
+                with contextlib.suppress(TimeoutError):
+                    sock.sendall(call * 1000)
 
 
 def test_header_of_many_bytes_is_refused(server: EngineServer) -> None:
