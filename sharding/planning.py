@@ -190,11 +190,7 @@ def plan(
             leaf, place = correspondence.leaves[f.source], sources[f.source]
             reduced = reduce(place, False)
             for block in _blocks(cuts, f, to, reduced_to, place, reduced):
-                shift = tuple(
-                    i if full else 0 for i, full in zip(block.source_start, reduced.full, strict=True)
-                )
-                start = tuple(i - k for i, k in zip(block.source_start, shift, strict=True))
-                still = dataclasses.replace(block, source_start=start)
+                still, shift = _stilled(block, reduced)
                 itemsize = dtype_of(leaf.dtype).itemsize
                 key = (id(to), id(place), itemsize, still)
                 if key not in makers:
@@ -207,6 +203,17 @@ def plan(
     for number in sorted(range(len(drafts)), key=lambda n: -int(counts[n]) * _weight(drafts[n])):
         made[number] = _template(*drafts[number], int(counts[number]), loads)
     return Plan(source, target, correspondence, tuple(made[n] for n in range(len(drafts))), tuple(instances))
+
+
+def _stilled(block: Block, reduced: Reduced) -> tuple[Block, tuple[int, ...]]:
+    """The block moved to the beginning of every dimension that no source device splits, and by how much."""
+    start = list(block.source_start)
+    for d, full in enumerate(reduced.full):
+        if full:  # the lowest index that the block touches becomes 0
+            back = [a for a in block.links if a.source_dim == d and a.source_stride < 0]
+            start[d] = sum((a.size - 1) * -a.source_stride for a in back)
+    shift = tuple(i - k for i, k in zip(block.source_start, start, strict=True))
+    return dataclasses.replace(block, source_start=tuple(start)), shift
 
 
 def _blocks(

@@ -70,7 +70,9 @@ def _concatenate(rng: np.random.Generator, pool: list[Any]) -> Any:
         return jnp.stack([x, x])
     axis = int(rng.integers(0, x.ndim))
     other = pool[int(rng.integers(0, len(pool)))]
-    same = other.ndim == x.ndim and all(a == b for i, (a, b) in enumerate(zip(x.shape, other.shape)) if i != axis)
+    same = other.ndim == x.ndim and all(
+        a == b for i, (a, b) in enumerate(zip(x.shape, other.shape, strict=True)) if i != axis
+    )
     return jnp.concatenate([x, other if same else jnp.flip(x), x], axis=axis)
 
 
@@ -89,7 +91,9 @@ def _split(rng: np.random.Generator, pool: list[Any]) -> Any:
 
 def _expand(rng: np.random.Generator, pool: list[Any]) -> Any:
     x = jnp.expand_dims(pool[-1], int(rng.integers(0, pool[-1].ndim + 1)))
-    return x if rng.random() < 0.5 else jnp.repeat(x, int(rng.integers(1, 4)), axis=int(rng.integers(0, x.ndim)))
+    return (
+        x if rng.random() < 0.5 else jnp.repeat(x, int(rng.integers(1, 4)), axis=int(rng.integers(0, x.ndim)))
+    )
 
 
 def _squeeze(rng: np.random.Generator, pool: list[Any]) -> Any:
@@ -108,7 +112,10 @@ def _tile(rng: np.random.Generator, pool: list[Any]) -> Any:
 def _pad(rng: np.random.Generator, pool: list[Any]) -> Any:
     x = pool[-1]
     config = [(int(rng.integers(-1, 3)), int(rng.integers(-1, 3)), int(rng.integers(0, 3))) for _ in x.shape]
-    config = [(max(a, 0), max(b, 0), k) if n < 3 else (a, b, k) for (a, b, k), n in zip(config, x.shape)]
+    small = [n < 3 for n in x.shape]
+    config = [
+        (max(a, 0), max(b, 0), k) if s else (a, b, k) for (a, b, k), s in zip(config, small, strict=True)
+    ]
     return jax.lax.pad(x, jnp.zeros((), x.dtype), config)
 
 
@@ -132,7 +139,11 @@ def _index(rng: np.random.Generator, pool: list[Any]) -> Any:
     if x.ndim < 2 or x.size == 0:
         return x
     rows = rng.integers(0, x.shape[0], (2, 3))
-    return x[rows, rng.integers(0, x.shape[1], (2, 1))] if rng.random() < 0.5 else x[:, rng.integers(0, x.shape[1], 3)]
+    return (
+        x[rows, rng.integers(0, x.shape[1], (2, 1))]
+        if rng.random() < 0.5
+        else x[:, rng.integers(0, x.shape[1], 3)]
+    )
 
 
 def _scatter(rng: np.random.Generator, pool: list[Any]) -> Any:
@@ -156,7 +167,9 @@ def _where(rng: np.random.Generator, pool: list[Any]) -> Any:
     if x.ndim == 0:
         return jnp.where(rng.random() < 0.5, x, jnp.zeros_like(x))
     mask = np.asarray(rng.random(x.shape[-1]) < 0.5)
-    return jnp.where(mask, x, jnp.flip(x)) if rng.random() < 0.5 else jnp.where(mask, x, jnp.zeros((), x.dtype))
+    return (
+        jnp.where(mask, x, jnp.flip(x)) if rng.random() < 0.5 else jnp.where(mask, x, jnp.zeros((), x.dtype))
+    )
 
 
 def _vmap(rng: np.random.Generator, pool: list[Any]) -> Any:
@@ -171,7 +184,9 @@ def _scan(rng: np.random.Generator, pool: list[Any]) -> Any:
     if x.ndim == 0 or x.shape[0] == 0:
         return x
     carry = jnp.zeros(x.shape[1:], x.dtype)
-    return jax.lax.scan(lambda c, row: (row, jnp.stack([c, row])), carry, x, reverse=bool(rng.random() < 0.5))[1]
+    return jax.lax.scan(
+        lambda c, row: (row, jnp.stack([c, row])), carry, x, reverse=bool(rng.random() < 0.5)
+    )[1]
 
 
 def _nested(rng: np.random.Generator, pool: list[Any]) -> Any:
@@ -187,16 +202,16 @@ def _nested(rng: np.random.Generator, pool: list[Any]) -> Any:
 
 
 OPS: tuple[Op, ...] = (
-    _reshape, _reshape, _reshape, _transpose, _transpose, _slice, _slice, _dynamic_slice, _update, _concatenate,
-    _stack, _split, _expand, _squeeze, _broadcast, _tile, _pad, _flip, _take, _index, _scatter, _interleave,
-    _where, _vmap, _scan, _nested,
+    _reshape, _reshape, _reshape, _transpose, _transpose, _slice, _slice, _dynamic_slice, _update,
+    _concatenate, _stack, _split, _expand, _squeeze, _broadcast, _tile, _pad, _flip, _take, _index,
+    _scatter, _interleave, _where, _vmap, _scan, _nested,
 )  # fmt: skip
 
 MAX_ELEMENTS = 3000
 
 
 def program(seed: int) -> tuple[Callable[[Tree], Tree], dict[str, tuple[int, ...]]]:
-    """(convert, source shapes): two outputs, each the end of a chain that may take from the other's values."""
+    """(convert, source shapes): two outputs, each the end of a chain of operations."""
     rng = np.random.default_rng(seed)
     shapes = {"a": _shape(rng), "b": _shape(rng)}
     seeds = [int(s) for s in rng.integers(0, 1 << 30, 2)]
@@ -204,7 +219,7 @@ def program(seed: int) -> tuple[Callable[[Tree], Tree], dict[str, tuple[int, ...
 
     def convert(tree: Tree) -> Tree:
         out: Tree = {}
-        for name, seed_of, length in zip(("x", "y"), seeds, lengths):
+        for name, seed_of, length in zip(("x", "y"), seeds, lengths, strict=True):
             r = np.random.default_rng(seed_of)
             pool = [tree["a"], tree["b"]] if name == "x" else [tree["b"], tree["a"]]
             for _ in range(length):

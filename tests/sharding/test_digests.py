@@ -63,7 +63,9 @@ def test_every_single_bit_and_every_swap_changes_both_sums() -> None:
 def test_golden_sums() -> None:
     # The same on every machine: the sums travel between processes of different versions.
     layout = Layout.of({"w": abstract((3, 4), "float32", mesh((1,), ("x",)))})
-    assert state_digest({(0, "w"): np.arange(12, dtype=np.float32).reshape(3, 4)}, layout) == {"w": (2302672896, 2092957696)}
+    assert state_digest({(0, "w"): np.arange(12, dtype=np.float32).reshape(3, 4)}, layout) == {
+        "w": (2302672896, 2092957696)
+    }
 
 
 def test_wrong_shards_are_refused() -> None:

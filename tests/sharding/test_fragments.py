@@ -60,7 +60,9 @@ def test_cutting_restricting_and_merging_keep_every_element(seed: int) -> None:
                 assert 0 <= p.start[d] <= last < n
             got |= elements(flatten(p, shape))
         assert got == want
-        assert {k: v for g in coalesce(flatten(p, shape) for p in pieces) for k, v in elements(g).items()} == want
+        assert {
+            k: v for g in coalesce(flatten(p, shape) for p in pieces) for k, v in elements(g).items()
+        } == want
         d = rng.randrange(len(shape))
         low, high = sorted((rng.randint(0, shape[d]), rng.randint(0, shape[d])))
         cut = [elements(flatten(q, shape)) for p in pieces for q in restrict(p, d, low, high)]
@@ -78,7 +80,11 @@ def test_a_reshape_costs_no_cut_and_a_row_border_few() -> None:
 
 def test_ranges_of_two_mixed_axes() -> None:
     # index = 3 i + j with i < 4, j < 3: 2 <= index < 8 is the tail of row 0, row 1, the head of row 2
-    assert set(index_ranges([(4, 3), (3, 1)], 0, 2, 8)) == {((0, 1), (2, 3)), ((1, 2), (0, 3)), ((2, 3), (0, 2))}
+    assert set(index_ranges([(4, 3), (3, 1)], 0, 2, 8)) == {
+        ((0, 1), (2, 3)),
+        ((1, 2), (0, 3)),
+        ((2, 3), (0, 2)),
+    }
 
 
 def _map(*fragments: tuple[int, list[tuple[int, int, int]]], size: int) -> TensorMap:
@@ -99,7 +105,9 @@ def test_coverage_accepts_interleaved_and_blocked_fragments() -> None:
         ([(0, [(9, 1, 1)]), (8, [(7, 1, 1)])], "write the same"),
     ],
 )
-def test_coverage_refuses_gaps_and_overlaps(fragments: list[tuple[int, list[tuple[int, int, int]]]], words: str) -> None:
+def test_coverage_refuses_gaps_and_overlaps(
+    fragments: list[tuple[int, list[tuple[int, int, int]]]], words: str
+) -> None:
     with pytest.raises(MappingError, match=words):
         prove_coverage("w", _map(*fragments, size=16))
 

@@ -106,7 +106,9 @@ def test_large_rows_take_the_streaming_path_whatever_their_alignment(backend: st
     rng = np.random.default_rng(1)
     source = rng.integers(0, 256, 9_000_000 + 64, dtype=np.uint8)
     for shift in (0, 1, 33):
-        copy = Copy(0, "s", 1, "t", 1, (1800, 5000), shift, (5000, 1), 7 * shift, (5003, 1), 0, (1, 0), 0, (0, 1))
+        copy = Copy(
+            0, "s", 1, "t", 1, (1800, 5000), shift, (5000, 1), 7 * shift, (5003, 1), 0, (1, 0), 0, (0, 1)
+        )
         target = np.zeros(1800 * 5003 + 300, np.uint8)
         CopyTable.direct([copy]).execute({(0, "s"): source}, {(1, "t"): target}, threads=2)
         rows = np.lib.stride_tricks.as_strided(target[7 * shift :], (1800, 5000), (5003, 1))

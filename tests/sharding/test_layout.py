@@ -15,7 +15,9 @@ from tests.sharding.meshes import P, abstract, mesh
 
 def test_boxes_of_several_axes_on_one_dimension_and_replicas() -> None:
     on = mesh((2, 4), ("x", "y"))
-    layout = Layout.of({"a": abstract((8, 4), jnp.bfloat16, on, ("x", "y")), "b": abstract((4, 8), "int8", on, "x")})
+    layout = Layout.of(
+        {"a": abstract((8, 4), jnp.bfloat16, on, ("x", "y")), "b": abstract((4, 8), "int8", on, "x")}
+    )
     assert [s.box for s in layout["a"].shards] == [Box((i, 0), (i + 1, 4)) for i in range(8)]
     assert len(layout["b"].placement.by_box) == 2
     assert [s.device for s in layout["b"].placement.by_box[Box((0, 0), (2, 8))]] == [0, 1, 2, 3]
@@ -27,7 +29,9 @@ def test_live_arrays_and_abstract_ones_agree(axis_type: AxisType) -> None:
     on = jax.make_mesh((2, 4), ("x", "y"), axis_types=(axis_type,) * 2)
     sharding = NamedSharding(on, P("y", "x"))
     live = jax.device_put(jnp.ones((8, 6)), sharding)
-    assert Layout.of({"w": live}) == Layout.of({"w": jax.ShapeDtypeStruct((8, 6), jnp.float32, sharding=sharding)})
+    assert Layout.of({"w": live}) == Layout.of(
+        {"w": jax.ShapeDtypeStruct((8, 6), jnp.float32, sharding=sharding)}
+    )
     for shard in live.addressable_shards:
         assert Layout.of({"w": live})["w"].placement.by_device[shard.device.id].box.shape == shard.data.shape
 
