@@ -9,22 +9,25 @@ Nothing delays the update but ``Publisher.publish``, whose time is reported as s
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 
 from jaxrl_sync.batch.connection import Ack, BatchReceiver, TrainerState
 from jaxrl_sync.batch.frame import BatchFrame, BatchHeader
-from jaxrl_sync.config.convert import to_decoder, to_publisher
+from jaxrl_sync.config.convert import to_decoder, to_engine, to_publisher
 from jaxrl_sync.config.process import PeerError, ProcessContext, Timeline
+from jaxrl_sync.inference.probe import STAMP, source_shape
+from jaxrl_sync.inference.process import engine_convert
 from jaxrl_sync.sharding.layout import Layout
-from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig, convert
+from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig
 from jaxrl_sync.trainer import state as train_state
-from jaxrl_sync.trainer.axes import Tree, make_mesh
+from jaxrl_sync.trainer.axes import Tree, make_mesh, replicated
 from jaxrl_sync.trainer.checkpoint import Checkpoints, Meta
 from jaxrl_sync.trainer.config import OptimizerConfig, validate_loss
 from jaxrl_sync.trainer.settings import loss_config, trainer_config
@@ -34,11 +37,15 @@ from jaxrl_sync.trainer.trainer import Trainer
 from jaxrl_sync.trainer.world import World, WorldError
 from jaxrl_sync.transfer import auth
 from jaxrl_sync.transfer.hub.client import HubClient, Lease
+from jaxrl_sync.transfer.publisher import Publisher
 from jaxrl_sync.transfer.version import Version, new_lineage
 
 logger = logging.getLogger("jaxrl_sync.trainer")
 
 _WAIT_S = 0.5
+
+Source = Callable[[int], Tree]
+"""From a version number to the tree that is published under it."""
 
 
 class Publishes(Protocol):
@@ -130,23 +137,25 @@ def _serve(
     stack: contextlib.ExitStack,
 ) -> None:
     """Publish the first version, open the data connection, register, loop."""
-    from jaxrl_sync.transfer.publisher import Publisher
-
     config = context.config
     token, hub_url = auth.load_token(context.token_file), context.wait_hub(config.run.start_timeout_s)
-    engine_tp = config.engine.processes * config.engine.devices
+    source = stamped_source(trainer) if config.engine.version_probe else plain_source(trainer)
+    convert = engine_convert(
+        to_decoder(config),
+        to_engine(config),
+        config.engine.processes * config.engine.devices,
+        config.engine.dtype,
+    )
     publisher = stack.enter_context(
         Publisher(
             hub_url,
-            Layout.of(trainer.params),
+            Layout.of(source(meta.version.number)),
             token_file=context.token_file,
             config=to_publisher(config),
-            convert=functools.partial(
-                convert, cfg=to_decoder(config), tp=engine_tp, dtype=config.engine.dtype
-            ),
+            convert=convert,
         )
     )
-    loop = Loop(world, trainer, publisher, checkpoints, timeline, meta, config.sync.every_steps)
+    loop = Loop(world, trainer, publisher, source, checkpoints, timeline, meta, config.sync.every_steps)
     loop.publish(meta.version.number)
     version = meta.version
     receiver = stack.enter_context(
@@ -173,6 +182,25 @@ def _serve(
     loop.run(context, receiver, lease)
 
 
+def plain_source(trainer: Trainer) -> Source:
+    """What is published: the live masters."""
+    return lambda number: trainer.params
+
+
+def stamped_source(trainer: Trainer) -> Source:
+    """The live masters with a version stamp, which the engines' version probe reads in every forward pass."""
+    mesh = trainer.step.mesh
+    shape = source_shape(trainer.step.model).shape
+
+    def source(number: int) -> Tree:
+        def filled(_: Any) -> Any:
+            return np.full(shape, number, np.int32)
+
+        return trainer.params | {STAMP: jax.make_array_from_callback(shape, replicated(mesh), filled)}
+
+    return source
+
+
 class Loop:
     """Batches in, versions out, for one rank. ``meta`` is what is committed; used by one thread."""
 
@@ -181,12 +209,14 @@ class Loop:
         world: World,
         trainer: Trainer,
         publisher: Publishes,
+        source: Source,
         checkpoints: Checkpoints | None,
         timeline: Timeline,
         meta: Meta,
         publish_every: int = 1,
     ) -> None:
         self._world, self._trainer, self._publisher = world, trainer, publisher
+        self._source = source
         self._checkpoints, self._timeline = checkpoints, timeline
         self._publish_every = publish_every
         self.meta = meta
@@ -258,7 +288,7 @@ class Loop:
     def publish(self, number: int) -> float:
         """Hand the live weights to the publisher; seconds that it kept this thread (the stall)."""
         t0 = time.time()
-        self._publisher.publish(self._trainer.params, self.meta.version)
+        self._publisher.publish(self._source(number), self.meta.version)
         t1 = time.time()
         self._timeline.record("publish", t0, t1, step=number, version=number)
         return t1 - t0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from jaxrl_sync.trainer import axes
 from jaxrl_sync.trainer import state as train_state
 from jaxrl_sync.trainer.config import LossConfig, MeshConfig, OptimizerConfig, TrainerConfig
 from jaxrl_sync.trainer.losses import Batch
+from jaxrl_sync.trainer.model import init_params
+from jaxrl_sync.trainer.optimizer import make_optimizer
 from jaxrl_sync.trainer.state import TrainState
 from jaxrl_sync.trainer.step import Step, build_step
 from jaxrl_sync.trainer.trainer import split
@@ -40,6 +43,18 @@ def trainer_config(dp: int = 1, fsdp: int = 1, tp: int = 1, **changes: Any) -> T
     return TrainerConfig(**settings)
 
 
+@functools.lru_cache
+def _compiled(config: TrainerConfig, loss: LossConfig, model: DecoderConfig, first: int) -> Step:
+    devices = jax.devices()[first : first + config.mesh.num_devices]
+    return build_step(model, config, loss, axes.make_mesh(config.mesh, devices))
+
+
+@functools.lru_cache
+def _weights(std: float, seed: int, model: DecoderConfig) -> Any:
+    params = jax.jit(lambda s: init_params(model, std, jax.random.key(s)))(seed)
+    return host(params)
+
+
 def build(
     config: TrainerConfig,
     loss: LossConfig | None = None,
@@ -47,11 +62,14 @@ def build(
     model: DecoderConfig = MODEL,
     first: int = 0,
 ) -> tuple[Step, TrainState]:
-    """Step and fresh state on the devices from number ``first``."""
-    devices = jax.devices()[first : first + config.mesh.num_devices]
-    mesh = axes.make_mesh(config.mesh, devices)
-    step = build_step(model, config, loss or LossConfig(correction="clip"), mesh)
-    return step, train_state.create(model, config, mesh, seed)
+    """Step (compiled once per test process) and fresh state on the devices from number ``first``."""
+    step = _compiled(config, loss or LossConfig(correction="clip"), model, first)
+    where = train_state.shardings(model, config, step.mesh)
+    params = _weights(config.init_std, seed, model)
+    zeros = make_optimizer(config.optimizer).init(params)
+    fresh = TrainState(params, host(zeros), np.int32(0), np.zeros(2, np.uint32))
+    state: TrainState = jax.device_put(fresh, where)
+    return step, state
 
 
 def samples(count: int, seed: int = 0, longest: int = SEQ_LEN) -> list[Sample]:
@@ -78,9 +96,7 @@ def samples(count: int, seed: int = 0, longest: int = SEQ_LEN) -> list[Sample]:
     return out
 
 
-def packed(
-    items: Sequence[Sample], rows: int = ROWS, ranks: int = 1, seq_len: int = SEQ_LEN
-) -> PackedBatch:
+def packed(items: Sequence[Sample], rows: int = ROWS, ranks: int = 1, seq_len: int = SEQ_LEN) -> PackedBatch:
     return pack(items, PackConfig(ranks, rows, seq_len))
 
 
