@@ -19,6 +19,8 @@ from jaxrl_sync.orchestrator.groups import EngineView, OpenGroup, ReadyGroup, Re
 from jaxrl_sync.orchestrator.source import DataSource, Draw
 from jaxrl_sync.transfer.version import Version
 
+_AHEAD = 0.5
+
 
 class Book:
     """All groups of one run from admission to shipping. ``step`` is the next batch to ship."""
@@ -36,6 +38,8 @@ class Book:
         self.prompts_given_up = 0
         self.eval_waiting = 0
         self.draining = False
+        self._loads: collections.Counter[str] = collections.Counter()
+        self._in_flight: collections.Counter[Kind] = collections.Counter()
         self._failed_in_row = 0
         self._empty_in_row = 0
         self._next_gid = 0
@@ -50,7 +54,8 @@ class Book:
         """
         if self.draining or not self._train_permits_free():
             return None
-        fit = [e for e in engines if self.room(e.version.number) > 0]
+        outstanding = self.outstanding
+        fit = [e for e in engines if self._takes_more(e) and self._room(e.version.number, outstanding) > 0]
         prompt = self._next_prompt() if fit else None
         if prompt is None:
             return None
@@ -71,14 +76,7 @@ class Book:
 
     def room(self, version: int) -> int:
         """Samples that staleness still lets in on ``version``."""
-        return admission.capacity(
-            step=self.step,
-            version=version,
-            bound=self.config.staleness_bound,
-            samples_per_step=self.config.samples_per_step,
-            outstanding=self.outstanding,
-            last_step=self.config.steps,
-        )
+        return self._room(version, self.outstanding)
 
     @property
     def outstanding(self) -> int:
@@ -89,11 +87,11 @@ class Book:
 
     def load(self, engine: str) -> int:
         """Samples running on ``engine``."""
-        return sum(g.count("running") for g in self.open.values() if g.engine == engine)
+        return self._loads[engine]
 
     def in_flight(self, kind: Kind) -> int:
         """Samples of ``kind`` that hold a permit."""
-        return sum(g.count("running") for g in self.open.values() if g.kind == kind)
+        return self._in_flight[kind]
 
     # Members of an open group
 
@@ -108,7 +106,7 @@ class Book:
             return None
         group.members[index] = "arrived"
         group.completed_version = max(group.completed_version, version)
-        self.permits = self.permits.release(1)
+        self._release(group, 1)
         return group
 
     def lose(self, gid: int, index: int, fate: Fate, reason: str) -> OpenGroup | None:
@@ -264,8 +262,9 @@ class Book:
         """Raise ``FlowError`` unless the counters agree with the groups themselves."""
         groups = self.open.values()
         held = sum(g.count("running") for g in groups)
-        found = {"permits": held, "queued": sum(g.samples for g in self.queue)}
-        counted = {"permits": self.permits.held, "queued": self.flow["train"].queued}
+        found = {"permits": held, "loads": held, "queued": sum(g.samples for g in self.queue)}
+        loads = sum(self._loads.values())
+        counted = {"permits": self.permits.held, "loads": loads, "queued": self.flow["train"].queued}
         for kind in ("train", "eval"):
             found[kind] = sum(g.count("running") + g.count("arrived") for g in groups if g.kind == kind)
             counted[kind] = self.flow[kind].running
@@ -304,6 +303,20 @@ class Book:
         running = any(g.kind == "train" for g in self.open.values())
         return self.source.exhausted and not self.retries and not running
 
+    def _takes_more(self, engine: EngineView) -> bool:
+        """An engine gets half as much again as it has slots: none idles, and nothing ages in its queue."""
+        return self._loads[engine.name] < engine.slots * (1 + _AHEAD)
+
+    def _room(self, version: int, outstanding: int) -> int:
+        return admission.capacity(
+            step=self.step,
+            version=version,
+            bound=self.config.staleness_bound,
+            samples_per_step=self.config.samples_per_step,
+            outstanding=outstanding,
+            last_step=self.config.steps,
+        )
+
     def _is_stale(self, version: Version, step: int | None = None) -> bool:
         return admission.staleness(step or self.step, version.number) > self.config.staleness_bound
 
@@ -339,6 +352,8 @@ class Book:
         tag: Any = None,
     ) -> OpenGroup:
         self.permits = self.permits.acquire(size)
+        self._loads[engine.name] += size
+        self._in_flight[kind] += size
         self.flow[kind] = self.flow[kind].submit(size)
         gid = self._next_gid
         self._next_gid += 1
@@ -348,11 +363,16 @@ class Book:
         self.open[gid] = group
         return group
 
+    def _release(self, group: OpenGroup, n: int) -> None:
+        self.permits = self.permits.release(n)
+        self._loads[group.engine] -= n
+        self._in_flight[group.kind] -= n
+
     def _end_members(self, group: OpenGroup, indices: Sequence[int], fate: Fate, reason: str) -> None:
         holding = sum(group.members[i] == "running" for i in indices)
         for i in indices:
             group.members[i] = "errored" if fate == "errored" else "cancelled"
-        self.permits = self.permits.release(holding)
+        self._release(group, holding)
         self._settle(group, fate, len(indices), reason)
 
     def _take_complete(self, gid: int) -> OpenGroup | None:

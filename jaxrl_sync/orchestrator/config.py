@@ -64,7 +64,7 @@ class LoopConfig:
     normalize_std: bool = True
     stale_policy: Literal["wait", "drop"] = "wait"
     """What a batch does about running groups that it would make too stale: ``wait`` for them (at most their
-    timeout), so that slow prompts are trained at the rate at which they are sampled; or let them be dropped."""
+    timeout), so that slow prompts are trained as often as they are sampled; or let them be dropped."""
     batch_by: Literal["groups", "samples"] = "groups"
     last_batch: Literal["short", "drop"] = "short"
     """What happens to the rest when the data ends before the steps do."""
@@ -80,7 +80,8 @@ class LoopConfig:
     """How long the loop goes on without a single engine that serves."""
     hub_timeout_s: float = 30.0
     score_timeout_s: float = 60.0
-    score_threads: int = 2
+    task_threads: int = 8
+    """Calls of the task (prompts, environments, scores) that may run at once."""
     shutdown_timeout_s: float = 20.0
     log_interval_s: float = 1.0
     poll_s: float = 0.5

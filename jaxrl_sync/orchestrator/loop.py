@@ -37,6 +37,7 @@ from jaxrl_sync.orchestrator.scoring import Scorer
 from jaxrl_sync.orchestrator.signal import Signal
 from jaxrl_sync.orchestrator.source import DataSource
 from jaxrl_sync.orchestrator.stats import RunStats
+from jaxrl_sync.orchestrator.threads import CallPool
 from jaxrl_sync.orchestrator.train_sink import BatchFacts, TrainSink
 from jaxrl_sync.orchestrator.trainer_link import TrainerLink
 from jaxrl_sync.orchestrator.weight_watcher import Directory, Swap, WeightWatcher
@@ -80,14 +81,15 @@ class Loop:
     def _make_components(self) -> None:
         config, parts = self.config, self._parts
         self._client = EngineClient(parts.token, connections=config.permits + 64)
-        player = Player(parts.task, self._client, config.score_timeout_s)
+        self._calls = CallPool(config.task_threads)
+        player = Player(parts.task, self._client, self._calls, config.score_timeout_s)
         self.dispatcher = RolloutDispatcher(
             config, self.book, self.engines, self._client, player, self.signal, self._uid_of
         )
         scorer = Scorer(
             parts.task,
             self.book,
-            threads=config.score_threads,
+            self._calls,
             timeout_s=config.score_timeout_s,
             normalize_std=config.normalize_std,
         )
@@ -249,6 +251,7 @@ class Loop:
         with contextlib.suppress(LoopError):
             await self.dispatcher.close()
         await self._client.close()
+        self._calls.close()
         self.metrics.close()
         with contextlib.suppress(LoopError, OSError):
             await self.logger.write()

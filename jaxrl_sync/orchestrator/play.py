@@ -21,7 +21,7 @@ from jaxrl_sync.orchestrator.engines import Engine, EngineClient
 from jaxrl_sync.orchestrator.errors import DeadlineError
 from jaxrl_sync.orchestrator.flow import Fate
 from jaxrl_sync.orchestrator.groups import OpenGroup
-from jaxrl_sync.orchestrator.threads import in_thread
+from jaxrl_sync.orchestrator.threads import CallPool
 from jaxrl_sync.tasks.protocol import Environment, Step, Task
 
 OnEpisode = Callable[[int, Episode], None]
@@ -44,6 +44,7 @@ class Player:
 
     task: Task
     client: EngineClient
+    calls: CallPool
     env_timeout_s: float
     outstanding: dict[int, set[str]] = dataclasses.field(default_factory=dict)
     """Group id -> ids of the requests it has at its engine now."""
@@ -91,7 +92,7 @@ class Player:
             return uid, [int(t) for t in self.task.prompt(uid)]
 
         try:
-            return await in_thread(make, timeout_s=self.env_timeout_s, what="a prompt")
+            return await self.calls.run(make, timeout_s=self.env_timeout_s, what="a prompt")
         except Exception as error:  # whatever a task raises is its prompt's failure
             raise EpisodeError("errored", f"prompt:{type(error).__name__}") from error
 
@@ -149,7 +150,7 @@ class Player:
 
     async def _in_task(self, call: Callable[..., Any], *args: Any) -> Any:
         try:
-            return await in_thread(call, *args, timeout_s=self.env_timeout_s, what="the environment")
+            return await self.calls.run(call, *args, timeout_s=self.env_timeout_s, what="the environment")
         except DeadlineError:
             raise EpisodeError("errored", "environment:timeout") from None
         except Exception as error:  # whatever a task raises is the episode's failure

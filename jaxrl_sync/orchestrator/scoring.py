@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import time
 
@@ -11,7 +10,7 @@ from jaxrl_sync.orchestrator.advantages import group_advantages, is_uniform
 from jaxrl_sync.orchestrator.book import Book
 from jaxrl_sync.orchestrator.errors import DeadlineError
 from jaxrl_sync.orchestrator.groups import OpenGroup
-from jaxrl_sync.orchestrator.threads import in_thread
+from jaxrl_sync.orchestrator.threads import CallPool
 from jaxrl_sync.tasks.protocol import Task
 
 
@@ -32,14 +31,13 @@ class Scored:
 
 
 class Scorer:
-    """Calls the task's ``score``; at most ``threads`` groups at a time, each call under a deadline."""
+    """Calls the task's ``score`` in ``calls``, one group per call, each under a deadline."""
 
     def __init__(
-        self, task: Task, book: Book, *, threads: int, timeout_s: float, normalize_std: bool
+        self, task: Task, book: Book, calls: CallPool, *, timeout_s: float, normalize_std: bool
     ) -> None:
-        self._task, self._book, self._timeout_s = task, book, timeout_s
+        self._task, self._book, self._calls, self._timeout_s = task, book, calls, timeout_s
         self._normalize_std = normalize_std
-        self._gate = asyncio.Semaphore(threads)
 
     async def score(self, group: OpenGroup, episodes: dict[int, Episode]) -> Scored | None:
         """Score the arrived members; a member whose scoring fails counts as errored and leaves the group.
@@ -47,8 +45,7 @@ class Scorer:
         None if no member is left, or if the group was cancelled meanwhile.
         """
         rewarded: list[Episode] = []
-        async with self._gate:
-            outcomes = await self._score_all(list(episodes.values()))
+        outcomes = await self._score_all(list(episodes.values()))
         for index, outcome in zip(episodes, outcomes, strict=True):
             if isinstance(outcome, Reward):
                 rewarded.append(dataclasses.replace(episodes[index], reward=outcome))
@@ -69,7 +66,7 @@ class Scorer:
             return [self._score_one(e) for e in episodes]
 
         try:
-            return await in_thread(work, timeout_s=self._timeout_s, what="the scores of a group")
+            return await self._calls.run(work, timeout_s=self._timeout_s, what="the scores of a group")
         except DeadlineError as error:
             return [error for _ in episodes]
 

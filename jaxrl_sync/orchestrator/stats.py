@@ -26,7 +26,7 @@ class RunStats:
     def __init__(self, book: Book, policy: Policy, steps: int) -> None:
         self._book, self._policy, self._steps = book, policy, steps
         self.began_at, self._began = time.time(), time.monotonic()
-        self._first_group: float | None = None
+        self._first_sync: float | None = None
         self.swaps: list[Swap] = []
         self._new_swaps: list[Swap] = []
         self.stalls_s: list[float] = []
@@ -39,6 +39,7 @@ class RunStats:
 
     def on_swap(self, swap: Swap) -> None:
         """An engine took a version."""
+        self._first_sync = self._first_sync or time.monotonic()
         self.swaps.append(swap)
         self._new_swaps.append(swap)
 
@@ -105,6 +106,11 @@ class RunStats:
             "seconds": result.seconds,
         }
 
+    def _rate(self, tokens: int) -> float:
+        """Tokens per second since the first engine had weights."""
+        since = self._first_sync
+        return 0.0 if since is None else tokens / max(1e-9, time.monotonic() - since)
+
     def _balanced(self) -> bool:
         try:
             self._book.check()
@@ -134,7 +140,6 @@ class RunStats:
         """What ``progress.json`` holds; ``samples`` grows while anything moves."""
         book = self._book
         flows = book.flow.values()
-        wall_s = max(1e-9, time.monotonic() - self._began)
         label = self._policy.label
         total = sum(self.staleness.values())
         return {
@@ -145,7 +150,7 @@ class RunStats:
             "version": None if label is None else label.number,
             "reward": self.reward,
             "eval_accuracy": self.evals[-1].accuracy if self.evals else None,
-            "tokens_per_s": tokens_generated / wall_s,
+            "tokens_per_s": self._rate(tokens_generated),
             "staleness_mean": sum(k * n for k, n in self.staleness.items()) / total if total else None,
             "inflight": book.permits.held,
             "samples": sum(f.submitted - f.running for f in flows),
@@ -160,6 +165,9 @@ class RunStats:
         real = [s for s in self.swaps if s.pause_s > 0]
         accuracies = [e.accuracy for e in self.evals]
         numbers = {s.number for s in self.swaps}
+        per_sync: collections.Counter[int] = collections.Counter()
+        for swap in real:
+            per_sync[swap.number] += swap.bytes
         first = before if before is not None else next(iter(accuracies), None)
         stale = sum(n for k, n in self.staleness.items() if k >= 1)
         return {
@@ -171,10 +179,11 @@ class RunStats:
             "wall_s": wall_s,
             "eval": {"before": first, "after": accuracies[-1] if accuracies else None},
             "evals": [{"version": e.version.number, "accuracy": e.accuracy} for e in self.evals],
-            "tokens_per_s": tokens_generated / wall_s,
+            "tokens_per_s": self._rate(tokens_generated),
             "tokens_generated": tokens_generated,
             "tokens_trained": self.loss_tokens,
-            "bytes_per_sync": percentile([float(s.bytes) for s in real], 0.5) if real else None,
+            "bytes_per_sync": percentile([float(b) for b in per_sync.values()], 0.5) if real else None,
+            "bytes_per_swap": percentile([float(s.bytes) for s in real], 0.5) if real else None,
             "pause_s": spread([s.pause_s for s in real]),
             "stall_s": {**spread(self.stalls_s), "total": sum(self.stalls_s)},
             "staleness": {str(k): n for k, n in sorted(self.staleness.items())},
