@@ -122,8 +122,6 @@ def _named_boxes(shape: tuple[int, ...], sharding: NamedSharding) -> dict[Any, B
     ``NamedSharding.devices_indices_map`` refuses those; a compiler that pads uses the same rule.
     """
     spec = (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
-    if len(spec) > len(shape):
-        raise MappingError(f"spec {sharding.spec} has more entries than shape {shape} has dimensions")
     mesh = sharding.mesh
     axes = [
         () if s is None or not isinstance(s, str | tuple) else (s,) if isinstance(s, str) else s for s in spec

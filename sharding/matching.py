@@ -235,14 +235,14 @@ def match(block: Block, target: Reduced, source: Reduced, name: str) -> Pairs:
     want, have = preimages(block, target.boxes, "target"), preimages(block, source.boxes, "source")
     for parts, side in ((want, "target"), (have, "source")):
         if (hit := overlap_of(parts.low, parts.high)) is not None:
-            raise MappingError(f"{name}: {side} boxes {hit[0]} and {hit[1]} overlap partly")
+            raise MappingError(f"{name!r}: {side} boxes overlap partly (boxes {hit[0]} and {hit[1]})")
         if (held := int(parts.volumes.sum())) != block.num_elements:
-            raise MappingError(f"{name}: {side} devices hold {held} of {block.num_elements} elements")
+            raise MappingError(f"{name!r}: {side} devices hold {held} of {block.num_elements} elements")
     low = np.maximum(want.low[:, None], have.low[None])
     high = np.minimum(want.high[:, None], have.high[None])
     t, s = np.nonzero((low < high).all(axis=2))
     pairs = Pairs(have.owner[s], want.owner[t], low[t, s], high[t, s])
     moved = np.prod(pairs.high - pairs.low, axis=1, dtype=np.int64).sum()
     if moved != block.num_elements:
-        raise MappingError(f"{name}: pairs move {moved} of {block.num_elements} elements")
+        raise MappingError(f"{name!r}: pairs move {moved} of {block.num_elements} elements")
     return pairs

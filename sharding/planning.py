@@ -98,19 +98,23 @@ class Plan:
         ):
             out.raw(part)
         out.text(self.digest)
-        return out.getvalue()
+        body = out.getvalue()
+        return body + codec.digest(body).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Plan:
         """Reads `to_bytes`: plans again from the layouts and compares. Corrupted or stale: `MappingError`."""
-        read = codec.Reader(data, _MAGIC, "plan")
+        body, check = data[:-32], data[-32:]
+        if codec.digest(body).encode() != check:
+            raise MappingError("plan is corrupted: its bytes don't match their digest")
+        read = codec.Reader(body, _MAGIC, "plan")
         source, target, corr, moves = read.raw(), read.raw(), read.raw(), read.raw()
         claimed = read.text()
         read.end()
         made = plan(Layout.from_bytes(source), Layout.from_bytes(target), Correspondence.from_bytes(corr))
         if made._moves != moves or made.digest != claimed:
             raise MappingError(
-                f"plan is corrupted or stale: it says digest {claimed}, its layouts give {made.digest}"
+                f"plan is stale: it says digest {claimed}, this version plans {made.digest} for its layouts"
             )
         return made
 

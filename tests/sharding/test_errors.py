@@ -1,0 +1,130 @@
+"""Wrong input: a MappingError that names tensor, operation and reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_sync.sharding import Layout, MappingError, Plan, Shard, TensorLayout, plan, reshard, trace
+from jaxrl_sync.sharding.box import Box
+from jaxrl_sync.sharding.layout import Placement
+from jaxrl_sync.sharding.slots import SlotLayout
+from tests.sharding.meshes import abstract, mesh
+
+Tree = dict[str, Any]
+W = {"w": jax.ShapeDtypeStruct((4, 6), "float32"), "i": jax.ShapeDtypeStruct((3,), "int32")}
+
+
+def test_data_dependent_gather_names_operation_and_tensor() -> None:
+    with pytest.raises(MappingError, match=r"gather takes its positions from data \(i\)"):
+        trace(lambda t: {"w": t["w"][t["i"]]}, W)
+    with pytest.raises(MappingError, match=r"dynamic_slice takes its positions from data \(i\)"):
+        trace(lambda t: {"w": jax.lax.dynamic_slice(t["w"], (t["i"][0], 0), (1, 6))}, W)
+
+
+def test_impure_and_value_dependent_functions() -> None:
+    def prints(t: Tree) -> Tree:
+        jax.debug.print("{}", t["w"][0, 0])
+        return t
+
+    def looks(t: Tree) -> Tree:
+        return t if t["w"][0, 0] > 0 else {"w": t["w"].T}
+
+    with pytest.raises(MappingError, match="impure"):
+        trace(prints, W)
+    with pytest.raises(MappingError, match="looks at the values"):
+        trace(looks, W)
+
+
+def test_rank_shape_and_dtype_mismatch_name_both_sides() -> None:
+    def only(t: Tree) -> Tree:
+        return {"w": t["w"]}
+
+    with pytest.raises(MappingError, match=r"'w': convert gives rank 2 \(4, 6\), the target has \(24,\)"):
+        trace(only, W, {"w": jax.ShapeDtypeStruct((24,), "float32")})
+    with pytest.raises(MappingError, match=r"float32\[4, 6\], the target is bfloat16\[4, 6\]"):
+        trace(only, W, {"w": jax.ShapeDtypeStruct((4, 6), "bfloat16")})
+    with pytest.raises(MappingError, match="convert produces 'i', which the target lacks"):
+        trace(lambda t: t, W, {"w": W["w"]})
+
+
+def test_duplicated_target_path() -> None:
+    with pytest.raises(MappingError, match="two tensors named 'a/b'"):
+        trace(lambda t: {"a/b": t["w"], "a": {"b": t["w"]}}, W)
+
+
+def test_unknown_axis_is_named() -> None:
+    with pytest.raises(ValueError, match="nope"):  # MappingError is a ValueError; jax itself may be first
+        Layout.of({"w": abstract((4,), "float32", mesh((2,), ("x",)), "nope")})
+
+
+def _layout(*shards: Shard, shape: tuple[int, ...] = (4,)) -> Layout:
+    return Layout({"w": TensorLayout("float32", Placement(shape, shards))})
+
+
+def test_a_source_whose_boxes_overlap_partly_or_leave_a_gap_is_refused() -> None:
+    corr = trace(lambda t: t, {"w": jax.ShapeDtypeStruct((4,), "float32")})
+    whole = _layout(Shard(4, 0, Box((0,), (4,))))
+    overlap = _layout(Shard(0, 0, Box((0,), (3,))), Shard(1, 0, Box((2,), (4,))))
+    gap = _layout(Shard(0, 0, Box((0,), (2,))), Shard(1, 0, Box((3,), (4,))))
+    with pytest.raises(MappingError, match="'w': source boxes overlap partly"):
+        plan(overlap, whole, corr)
+    with pytest.raises(MappingError, match="'w': source devices hold 3 of 4"):
+        plan(gap, whole, corr)
+    with pytest.raises(MappingError, match="outside of shape"):
+        _layout(Shard(0, 0, Box((0,), (5,))))
+
+
+def test_meshes_that_overlap_partly_in_one_process_still_move_every_bit() -> None:
+    on, to = mesh((4,), ("x",)), mesh((4,), ("y",), first=2)
+    host = np.arange(64, dtype=np.float32).reshape(8, 8)
+    params = {"w": jax.device_put(host, jax.sharding.NamedSharding(on, jax.sharding.PartitionSpec("x")))}
+    target = {"w": abstract((8, 8), "float32", to, None, "y")}
+    corr = trace(lambda t: t, params, target)
+    assert np.array_equal(
+        np.asarray(reshard(params, plan(corr.export_layout, Layout.of(target), corr))["w"]), host
+    )
+
+
+def test_a_corrupted_or_stale_plan_is_refused() -> None:
+    on = mesh((2,), ("x",))
+    source = Layout.of({"w": abstract((4, 6), "float32", on, "x")})
+    corr = trace(lambda t: t, source)
+    made = plan(source, source, corr)
+    data = made.to_bytes()
+    assert Plan.from_bytes(data).digest == made.digest
+    for at in range(0, len(data), 7):
+        broken = bytearray(data)
+        broken[at] ^= 0x10
+        with pytest.raises(MappingError):
+            Plan.from_bytes(bytes(broken))
+
+
+def test_target_that_differs_from_the_correspondence() -> None:
+    on = mesh((2,), ("x",))
+    source = Layout.of({"w": abstract((4,), "float32", on)})
+    corr = trace(lambda t: t, source)
+    with pytest.raises(MappingError, match="target 'w' is bfloat16"):
+        plan(source, Layout.of({"w": abstract((4,), "bfloat16", on)}), corr)
+    with pytest.raises(MappingError, match="'v' is not part"):
+        plan(
+            source, Layout.of({"w": abstract((4,), "float32", on), "v": abstract((4,), "float32", on)}), corr
+        )
+
+
+def test_wrong_process_side_pool_and_arrays() -> None:
+    on = mesh((2,), ("x",))
+    source = Layout.of({"w": abstract((4,), "float32", on, "x")})
+    made = plan(source, source, trace(lambda t: t, source))
+    with pytest.raises(MappingError, match=r"has processes \[0\], not 3"):
+        made.for_rank(3)
+    with pytest.raises(MappingError, match='"source" or "target"'):
+        made.for_rank(0, "sauce")
+    with pytest.raises(MappingError, match="process 7 holds nothing"):
+        SlotLayout.of(source, 7)
+    with pytest.raises(MappingError, match="not laid out as the plan says"):
+        reshard({"w": jnp.ones(4)}, made)
