@@ -129,7 +129,8 @@ def trainer_params(seed: int = 0, config: qwen3.DecoderConfig = CONFIG) -> Any:
             mapped = AXES.get(axis)
             spec.append(mapped if mapped not in spec and size % 2 == 0 else None)
         value = rng.standard_normal(leaf.shape, dtype=np.float32)
-        return jax.device_put(value, NamedSharding(grid, PartitionSpec(*spec)))
+        sharding = NamedSharding(grid, PartitionSpec(*spec))
+        return jax.make_array_from_callback(leaf.shape, sharding, lambda index: value[index])
 
     return jax.tree_util.tree_map_with_path(make, qwen3.trainer_shapes(config))
 

@@ -13,17 +13,17 @@ import sys
 from typing import Any
 
 
-def digest(tree: Any) -> str:
-    """sha256 over the bits of the shards of this process, read from the shards themselves."""
+def shard_bits(tree: Any, position: int) -> str:
+    """sha256 over the bits of the shards on one device (by its position among the devices of each leaf)."""
     import numpy as np
 
     from jaxrl_sync.sharding.paths import leaves_by_path
 
     total = hashlib.sha256()
     for path, leaf in sorted(leaves_by_path(tree).items()):
-        total.update(path.encode())
-        for shard in sorted(leaf.addressable_shards, key=lambda s: s.device.id):
-            total.update(np.ascontiguousarray(np.asarray(shard.data)).tobytes())
+        device = sorted(leaf.sharding.device_set, key=lambda d: d.id)[position]
+        (shard,) = [s for s in leaf.addressable_shards if s.device == device]
+        total.update(path.encode() + np.ascontiguousarray(np.asarray(shard.data)).tobytes())
     return total.hexdigest()
 
 
@@ -91,7 +91,6 @@ def bits(tree: Any) -> str:
 
 def engine(options: dict[str, Any]) -> None:
     """Takes every version that it is offered and tells the digest; {"hold": seconds} sleeps before a swap."""
-    import jax
     import jax.numpy as jnp
 
     from jaxrl_sync.sharding.presets import qwen3
@@ -101,13 +100,7 @@ def engine(options: dict[str, Any]) -> None:
 
     join_world(options)
     config = big_config(options)
-    devices = jax.devices()[: options.get("devices", 2)]
-    if "coordinator" in options:
-        devices = [d for p in range(options["size"]) for d in jax.devices() if d.process_index == p][:: len(jax.local_devices())]
-    import numpy as np
-    from jax.sharding import AxisType, Mesh
-
-    grid = Mesh(np.array(devices), ("tp",), axis_types=(AxisType.Auto,))
+    grid = models.mesh((2,), ("tp",))
     settings = SubscriberConfig(
         engine=options["engine"],
         rank=options.get("rank", 0),
@@ -131,7 +124,7 @@ def engine(options: dict[str, Any]) -> None:
                 say(error=type(error).__name__, message=str(error), installed=str(sub.installed))
                 continue
             tree = update.swap()
-            value = bits(tree) if options.get("size", 1) == 1 else digest(tree)
+            value = bits(tree) if options.get("size", 1) == 1 else shard_bits(tree, options["rank"])
             say(installed=str(update.version), digest=value, transport=report.transport)
 
 

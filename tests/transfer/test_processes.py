@@ -1,0 +1,259 @@
+"""Trainer and engines as processes: bit-equality, kills, stops, restarts, worlds of two processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from jaxrl_sync.transfer import auth
+from jaxrl_sync.transfer.clean import remove_leftovers, remove_stale
+from tests.transfer import models
+from tests.transfer.models import ServerThread, segments
+from tests.transfer.peer import bits, shard_bits
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+
+
+class Peer:
+    """A peer process; ``expect`` reads its next line that has a key."""
+
+    def __init__(self, role: str, devices: int, **options: Any) -> None:
+        env = {
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        }
+        command = [sys.executable, "-m", "tests.transfer.peer", role, json.dumps(options)]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.lines: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with contextlib.suppress(ValueError):
+            for line in self.process.stdout:
+                self.lines.put(json.loads(line))
+
+    def expect(self, key: str, timeout_s: float = 60) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            message = self.lines.get(timeout=max(0.01, deadline - time.monotonic()))
+            if key in message:
+                return message
+
+    def tell(self, **command: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+
+    def publish(self, number: int) -> str:
+        """Publish a version; returns the digest that engines must find."""
+        self.tell(publish=number)
+        answer = self.expect("published")
+        assert answer["published"] == number
+        return str(answer["expected"])
+
+    def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
+        self.process.send_signal(how)
+        if how == signal.SIGKILL:
+            self.process.wait(10)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(10)
+        self._reader.join(5)
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+
+
+class Cast:
+    """The processes of one test on one hub."""
+
+    def __init__(self, hub: ServerThread, token_file: Path) -> None:
+        self.common = {"hub": hub.url, "token": str(token_file)}
+        self.peers: list[Peer] = []
+
+    def trainer(self, lineage: str, devices: int = 4, **options: Any) -> Peer:
+        return self._start("trainer", devices, lineage=lineage, **options)
+
+    def engine(self, name: str, devices: int = 2, **options: Any) -> Peer:
+        return self._start("engine", devices, engine=name, **options)
+
+    def _start(self, role: str, devices: int, **options: Any) -> Peer:
+        self.peers.append(Peer(role, devices, **self.common, **options))
+        return self.peers[-1]
+
+
+@pytest.fixture
+def cast(hub: ServerThread, token_file: Path) -> Iterator[Cast]:
+    made = Cast(hub, token_file)
+    yield made
+    for peer in made.peers:
+        peer.close()
+    remove_leftovers(auth.run_id_of(auth.load_token(token_file)))
+
+
+def reach(engine: Peer, version: str, timeout_s: float = 60) -> dict[str, Any]:
+    """The engine's report of a version; it may pass others on the way."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        seen = engine.expect("digest", deadline - time.monotonic())
+        if seen["installed"] == version:
+            return seen
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.invariant(29)
+def test_two_engines_hold_every_version_bit_for_bit(cast: Cast, token_file: Path, transport: str) -> None:
+    trainer = cast.trainer("a", transport=transport)
+    engines = [cast.engine(f"engine-{i}", transport=transport) for i in range(2)]
+    for peer in (trainer, *engines):
+        peer.expect("ready")
+    for number in range(12):
+        expected = trainer.publish(number)
+        for engine in engines:
+            seen = reach(engine, f"a:{number}")
+            assert seen["digest"] == expected
+            assert seen["transport"] == ("shm" if transport == "auto" else "tcp")
+    assert len(segments(token_file)) == (4 if transport == "auto" else 0)
+
+
+@pytest.mark.invariant(65)
+def test_killed_engine_restarts_with_the_current_weights_and_leaves_stale_memory_to_clean(
+    cast: Cast, token_file: Path
+) -> None:
+    trainer, first, other = cast.trainer("a"), cast.engine("x"), cast.engine("y")
+    for peer in (trainer, first, other):
+        peer.expect("ready")
+    expected = trainer.publish(0)
+    assert reach(first, "a:0")["digest"] == reach(other, "a:0")["digest"] == expected
+    first.kill()
+    expected = trainer.publish(1)  # the other goes on
+    assert reach(other, "a:1")["digest"] == expected
+    assert len(segments(token_file)) == 4
+    assert len(remove_stale(auth.run_id_of(auth.load_token(token_file)))) == 2
+    assert len(segments(token_file)) == 2
+    again = cast.engine("x")
+    again.expect("ready")
+    assert reach(again, "a:1")["digest"] == expected  # before anything newer is published
+    expected = trainer.publish(2)
+    assert reach(again, "a:2")["digest"] == reach(other, "a:2")["digest"] == expected
+
+
+@pytest.mark.invariant(32)
+def test_killed_trainer_leaves_engines_serving_and_a_new_lineage_takes_over(cast: Cast) -> None:
+    trainer, engine = cast.trainer("a"), cast.engine("x")
+    for peer in (trainer, engine):
+        peer.expect("ready")
+    trainer.publish(5)
+    reach(engine, "a:5")
+    trainer.kill()
+    resumed = cast.trainer("b", seed=4)
+    resumed.expect("ready")
+    expected = resumed.publish(3)  # a lower number: another lineage
+    assert reach(engine, "b:3")["digest"] == expected
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.invariant(32)
+def test_kill_and_stop_of_the_sender_in_mid_transfer(cast: Cast, token_file: Path, transport: str) -> None:
+    big = {"transport": transport, "vocab": 1 << 19, "timeout_s": 3.0}
+    trainer, engine = cast.trainer("a", **big), cast.engine("x", **big)
+    for peer in (trainer, engine):
+        peer.expect("ready")
+    expected = trainer.publish(0)
+    assert reach(engine, "a:0", 120)["digest"] == expected
+    trainer.tell(publish=1)
+    engine.expect("preparing")
+    trainer.kill(signal.SIGSTOP)  # in mid-write, or close to it
+    failed = engine.expect("error", 30)
+    assert failed["installed"] == "a:0" and failed["error"] in ("DeadlineError", "PeerLost")
+    resumed = cast.trainer("b", seed=9, **big)
+    resumed.expect("ready")
+    expected = resumed.publish(0)
+    seen = reach(engine, "b:0", 120)
+    assert seen["digest"] == expected
+    trainer.kill(signal.SIGCONT)  # wakes up with a round that is long over, replaced by another process
+    time.sleep(1.0)
+    resumed.tell(publish=1)
+    engine.expect("preparing")
+    time.sleep(0.02)
+    resumed.kill()
+    assert engine.expect("message", 30)["installed"] == "b:0"
+    last = cast.trainer("c", seed=2, **big)
+    last.expect("ready")
+    expected = last.publish(1)
+    assert reach(engine, "c:1", 120)["digest"] == expected
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def expected_trees(count: int) -> list[Any]:
+    """What the peers' training makes of seed 0: the converted parameters of each version."""
+    params = models.trainer_params()
+    step = jax.jit(lambda p: jax.tree.map(lambda x: x * 1.01 + 0.001, p))
+    trees = []
+    for _ in range(count):
+        trees.append(jax.jit(models.convert)(params))
+        params = step(step(params))
+    return trees
+
+
+def test_a_trainer_world_of_two_processes_feeds_an_engine_of_two_processes(cast: Cast) -> None:
+    worlds = {w: {"coordinator": f"127.0.0.1:{free_port()}", "size": 2} for w in ("trainer", "engine")}
+    trainers = [cast.trainer("a", 2, rank=r, ttl_s=10.0, **worlds["trainer"]) for r in range(2)]
+    engines = [cast.engine("x", 1, rank=r, ttl_s=10.0, **worlds["engine"]) for r in range(2)]
+    single = cast.engine("y", ttl_s=10.0)
+    for peer in (*trainers, *engines, single):
+        peer.expect("ready")
+    for number, expected in enumerate(expected_trees(4)):
+        for peer in trainers:
+            peer.tell(publish=number)
+        for peer in trainers:
+            peer.expect("published")
+        put = jax.tree.map(lambda t, x: jax.device_put(x, t.sharding), models.engine_target(), expected)
+        for rank, peer in enumerate(engines):
+            assert reach(peer, f"a:{number}")["digest"] == shard_bits(put, rank)
+        assert reach(single, f"a:{number}")["digest"] == bits(expected)
+
+
+def test_one_dead_rank_ends_the_round_of_its_whole_engine(cast: Cast) -> None:
+    trainer = cast.trainer("a")
+    world = {"coordinator": f"127.0.0.1:{free_port()}", "size": 2, "timeout_s": 4.0}
+    engines = [cast.engine("x", 1, rank=r, **world) for r in range(2)]
+    for peer in (trainer, *engines):
+        peer.expect("ready")
+    trainer.publish(0)
+    for peer in engines:
+        reach(peer, "a:0")
+    engines[1].kill(signal.SIGSTOP)
+    trainer.publish(1)
+    failed = engines[0].expect("error", 30)
+    assert failed["installed"] == "a:0"  # it had the bytes, but not the whole engine did
+    engines[1].kill(signal.SIGKILL)
