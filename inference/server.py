@@ -69,7 +69,8 @@ class ServerConfig:
     """Where and as whom the server answers; times in seconds.
 
     port: 0 takes a free one. name: of the replica, in answers. max_generate_s: deadline of a ``/generate``
-    without a ``timeout_s``, and the most one may ask for. max_connections: more are answered 503.
+    without a ``timeout_s``, and the most that any call may ask for. max_control_s: deadline of ``/pause``,
+    ``/resume``, and of a ``/swap`` without a ``timeout_s``. max_connections: more are answered 503.
     """
 
     host: str = "127.0.0.1"
@@ -235,7 +236,8 @@ class _Calls:
     async def swap(self, http: HttpRequest) -> Response:
         if self._swap is None:
             raise HttpError(404, "this engine has no hub to take versions from")
-        version, timeout_s = _swap_request(await read_json(http), self._config.max_control_s)
+        limits_s = (self._config.max_control_s, self._config.max_generate_s)
+        version, timeout_s = _swap_request(await read_json(http), *limits_s)
         return json_response(await settled(self._swap(version, timeout_s), timeout_s + ENGINE_GRACE_S))
 
     async def stats(self, http: HttpRequest) -> Response:
@@ -319,13 +321,13 @@ async def _no_such_call(http: HttpRequest, error: Exception) -> Response:
     return error_response(http.url.path, error.status_code, "RequestError", message)
 
 
-def _swap_request(body: Mapping[str, Any], default_s: float) -> tuple[Version, float]:
+def _swap_request(body: Mapping[str, Any], default_s: float, most_s: float) -> tuple[Version, float]:
     lineage, number = body.get("lineage"), body.get("number")
     timeout_s = body.get("timeout_s", default_s)
     if not isinstance(lineage, str) or not lineage or type(number) is not int or number < 0:
         raise RequestError(
             f"swap: expected lineage (string) and number (integer >= 0), got {lineage!r}, {number!r}"
         )
-    if type(timeout_s) not in (int, float) or not 0 < timeout_s <= default_s:
-        raise RequestError(f"timeout_s: expected above 0 and at most {default_s:g}, got {timeout_s!r}")
+    if type(timeout_s) not in (int, float) or not 0 < timeout_s <= most_s:
+        raise RequestError(f"timeout_s: expected above 0 and at most {most_s:g}, got {timeout_s!r}")
     return Version(lineage, number), float(timeout_s)

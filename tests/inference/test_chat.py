@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from jaxrl_sync.inference.chat import ChatError, ChatMLFormat, PlainFormat, TemplateFormat, chat_format
@@ -111,6 +114,19 @@ def test_hostile_templates_get_nothing(source: str, words: str) -> None:
         assert words in str(caught.value)
     finally:
         form.close()
+
+
+def test_rendering_process_ends_with_its_parent() -> None:
+    code = (
+        "import time; from jaxrl_sync.inference.chat import TemplateFormat; form = TemplateFormat('x', {}); "
+        "form.render([], {}); print(form._child.pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    child.wait(timeout=20)
+    assert not child.is_running()
 
 
 def test_oversized_template_is_refused() -> None:

@@ -191,7 +191,7 @@ def test_wrong_generate_bodies_are_400(http: httpx.Client, body: dict[str, Any],
         ("POST", "/pause", b'{"mode": "stop"}', 400, "keep or wait or abort, got 'stop'"),
         ("POST", "/abort", b'{"request_ids": "a"}', 400, "a list of strings"),
         ("POST", "/swap", b'{"lineage": "a", "number": -1}', 400, "integer >= 0"),
-        ("POST", "/swap", b'{"lineage": "a", "number": 1, "timeout_s": 1e9}', 400, "at most 600"),
+        ("POST", "/swap", b'{"lineage": "a", "number": 1, "timeout_s": 1e9}', 400, "at most 3600"),
     ],
 )
 def test_wrong_calls_say_what_is_wrong(

@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jax
 import numpy as np
 import openai
 import pytest
 from safetensors.numpy import save_file
 
+from jaxrl_sync.inference.checkpoint import save_trainer
 from jaxrl_sync.inference.hf_config import render_config
-from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig
+from jaxrl_sync.inference.tokenizer import CharTokenizer
+from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig, trainer_shapes
 
 TOKEN = "feedbeef" * 4
 GOLDEN = Path(__file__).parent / "golden" / "qwen3.npz"
@@ -225,6 +228,31 @@ def test_checkpoint_is_served_with_the_tokens_that_transformers_gives(tmp_path: 
         version = httpx.get(f"{url}/health").json()["version"]
     assert found == arrays["greedy"][:, 12:].tolist()
     assert version == {"lineage": tmp_path.name, "number": 0}
+
+
+@pytest.mark.slow
+def test_saved_policy_is_served_with_its_own_tokenizer_and_template(tmp_path: Path) -> None:
+    cfg = DecoderConfig(24, 2, 32, 4, 2, 8, 48)
+    rng = np.random.default_rng(0)
+    shapes = trainer_shapes(cfg)
+    tree = jax.tree.map(lambda s: rng.normal(scale=0.3, size=s.shape).astype(np.float32), shapes)
+    folder = tmp_path / "policy"
+    save_trainer(folder, tree, cfg, eos_ids=(2,), tokenizer=CharTokenizer("0123456789+=", size=24))
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}={{ tail }}"
+    )
+    with serving({"engine": {"slots": 4, "max_len": 32}, "checkpoint": str(folder)}) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=TOKEN, max_retries=0, timeout=60)
+        shared: dict[str, Any] = {"model": "policy", "max_tokens": 12, "temperature": 0}
+        messages: list[Any] = [{"role": "user", "content": "12+"}, {"role": "user", "content": "30"}]
+        variables = {"chat_template_kwargs": {"tail": "0"}}
+        chat = client.chat.completions.create(**shared, messages=messages, extra_body=variables)
+        plain = client.completions.create(**shared, prompt="12+30=0")
+        with pytest.raises(openai.BadRequestError, match="can't encode"):
+            client.completions.create(**shared, prompt="x")
+    assert chat.usage is not None and chat.usage.prompt_tokens == 7
+    assert chat.choices[0].message.content == plain.choices[0].text
+    assert chat.system_fingerprint == "policy:0"
 
 
 @pytest.mark.slow
