@@ -72,7 +72,8 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, enable_async_checkpointing=False, create=True
         )
-        self._manager = ocp.CheckpointManager(self.folder, options=options)
+        handlers = {"arrays": ocp.StandardCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
+        self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
     def newest(self) -> int | None:
         """Number of the newest complete checkpoint, or None."""
