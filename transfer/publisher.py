@@ -87,6 +87,7 @@ class Publisher:
         self.config = config or PublisherConfig()
         self.source = source if isinstance(source, Layout) else Layout.of(source)
         self.rank = jax.process_index() if rank is None else rank
+        self.size = jax.process_count() if size is None else size
         self.closing = False
         self._convert = convert
         self._lock = threading.Lock()
@@ -117,12 +118,11 @@ class Publisher:
             "source_digest": self.source.digest,
             "pid": os.getpid(),
         }
-        world = jax.process_count() if size is None else size
         self._lease = self._hub.register(
             "publisher",
             name,
             self.rank,
-            world,
+            self.size,
             info,
             self.config.ttl_s,
             on_lost=on_lost,
@@ -228,6 +228,11 @@ class Publisher:
         if theirs.source is None:
             raise MismatchError("the subscriber's correspondence names no source layout")
         compare_layouts(self.source, theirs.source, "the source layout that the subscriber planned with")
+        if self.size > 1 and any(leaf.kind == "computed" for leaf in theirs.leaves):
+            raise MismatchError(
+                f"the conversion computes leaves, and this trainer world has {self.size} processes: their "
+                "program may need all at once, but subscribers come at any time; convert before publishing"
+            )
         if self._convert is not None:  # computed leaves are evaluated by a function that never travels
             theirs = theirs.bind(self._convert, self.source, layout)
         self._pairings[key] = Pairing.of(layout, theirs)
