@@ -75,7 +75,7 @@ async def _run_loop(context: ProcessContext, config: LoopConfig, parts: Parts, s
 async def _connect_trainer(context: ProcessContext, config: LoopConfig, hub: HubClient) -> TrainerLink | None:
     """Wait for every trainer process to register; None if the process is asked to stop meanwhile."""
     wanted = context.config.trainer.processes
-    slice_s, waited_s = 1.0, 0.0
+    slice_s, waited_s = 0.2, 0.0
     while not context.stop.is_set():
         timeout_s = config.hub_timeout_s + _HELLO_S
         members = await in_thread(hub.members, "trainer", timeout_s=timeout_s, what="the hub")

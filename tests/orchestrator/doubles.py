@@ -42,6 +42,7 @@ class EngineBehaviour:
     token_s: float = 0.002
     tokens: int = 3
     swap_s: float = 0.01
+    eval_s: float = 0.0
     status: int = 0
     hang: Callable[[dict[str, Any]], bool] = lambda body: False
     finish: Callable[[dict[str, Any], int], str] = lambda body, index: "stop"
@@ -75,7 +76,7 @@ class EngineDouble:
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
-        self._hub = HubClient(hub_url, token_file)
+        self._hub = HubClient(hub_url, token_file, timeout_s=2.0)
         info = {"url": self.url, "replica": 0, "slots": 16, "max_len": 64}
         self._lease = self._hub.register("engine", name, info=info, ttl_s=1.0)
 
@@ -137,6 +138,8 @@ class EngineDouble:
             for _ in range(body["n"])
         ]
         began = time.monotonic()
+        if body["request_id"].startswith("eval-"):
+            await asyncio.sleep(self.behaviour.eval_s)
         hangs = self.behaviour.hang(body)
         while hangs and not aborted.is_set() and time.monotonic() - began < body["timeout_s"]:
             await asyncio.sleep(0.01)
@@ -205,13 +208,15 @@ class TrainerDouble:
         cursor: dict[str, Any] | None = None,
         train_s: float = 0.02,
         lineage: str = LINEAGE,
+        hub_stop: threading.Event | None = None,
     ) -> None:
         token = auth.load_token(token_file)
         self.train_s, self.lineage = train_s, lineage
         self.frames: list[BatchFrame] = []
         self.freeze = threading.Event()
         self.die_at: int | None = None
-        self._hub = HubClient(hub_url, token_file)
+        self.hub_stop = hub_stop or threading.Event()
+        self._hub = HubClient(hub_url, token_file, timeout_s=2.0)
         self._publisher = self._hub.register("publisher", "trainer", info={"model": "policy"}, ttl_s=5.0)
         self._state = TrainerState(lineage, number, cursor or {})
         self._token, self._run_id = token, auth.run_id_of(token)
@@ -248,7 +253,10 @@ class TrainerDouble:
                 time.sleep(0.01)
             time.sleep(self.train_s)
             self.frames.append(frame)
-            self._announce(frame.header.step)
+            try:
+                self._announce(frame.header.step)
+            except TransferError:
+                return
             metrics = {"loss": 0.5, "publish_s": 0.001}
             self.receiver.commit(
                 Ack(frame.header.step, self.lineage, frame.header.step, metrics), frame.header.cursor
@@ -263,9 +271,9 @@ class TrainerDouble:
 
 
 @contextlib.contextmanager
-def hub(token_file: Path) -> Iterator[str]:
-    """A real hub in a thread; yields its address."""
-    stop, urls = threading.Event(), []
+def hub(token_file: Path, stop: threading.Event) -> Iterator[str]:
+    """A real hub in a thread until ``stop`` is set; yields its address."""
+    urls: list[str] = []
     up = threading.Event()
 
     def announce(url: str) -> None:

@@ -67,11 +67,12 @@ def world(
     run_dir.mkdir(parents=True, exist_ok=True)
     if not (run_dir / "token").exists():
         auth.create_token(run_dir / "token")
-    with hub(run_dir / "token") as url, contextlib.ExitStack() as stack:
+    stop = threading.Event()
+    with hub(run_dir / "token", stop) as url, contextlib.ExitStack() as stack:
         doubles = [EngineDouble(f"engine-{i}", url, run_dir / "token") for i in range(engines)]
         for double in doubles:
             stack.callback(double.close)
-        learner = TrainerDouble(url, run_dir / "token", **trainer)
+        learner = TrainerDouble(url, run_dir / "token", hub_stop=stop, **trainer)
         stack.callback(learner.close)
         yield url, doubles, learner
 

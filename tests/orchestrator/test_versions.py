@@ -1,0 +1,141 @@
+"""What happens around a new version, an evaluation, a lost hub: the real loop against doubles."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxrl_sync.config.sections import RunConfig
+from jaxrl_sync.orchestrator import process
+from jaxrl_sync.orchestrator.config import LoopConfig, loop_config
+
+from .harness import Running, context, world
+
+
+def _change(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Loop settings that no config key reaches."""
+
+    def make(run: RunConfig) -> LoopConfig:
+        return dataclasses.replace(loop_config(run), **changes)
+
+    monkeypatch.setattr(process, "loop_config", make)
+
+
+@pytest.mark.invariant(38)
+@pytest.mark.invariant(35)
+def test_stale_rollouts_are_aborted_before_the_swap_and_nothing_else_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _change(monkeypatch, stale_policy="drop")
+    with world(tmp_path, engines=1, train_s=0.1) as (url, engines, trainer):
+        engines[0].behaviour.hang = lambda body: body["request_id"].startswith("train-0-v0")
+        running = Running(context(tmp_path, url, run={"steps": 8}, loop={"staleness_bound": 1}))
+        running.join(60)
+        log = [(kind, value) for _, kind, value in engines[0].log]
+        aborted = [value for kind, value in log if kind == "abort"]
+        assert aborted == [("train-0-v0",)], "publishing a version aborts only what it makes too stale"
+        assert log.index(("abort", ("train-0-v0",))) < log.index(("swap", 2))
+        assert running.summary["flow"]["reasons"] == {"train/cancelled/stale": 4}
+        again = [value for kind, value in log if kind == "generate" and str(value).startswith("train-0-")]
+        assert len(again) == 2 and again[1].endswith("-a1"), "its prompt came again"
+        assert len(trainer.frames) == 8
+
+
+@pytest.mark.invariant(32)
+@pytest.mark.invariant(33)
+def test_an_engine_that_fails_a_swap_keeps_serving_and_is_asked_again(tmp_path: Path) -> None:
+    with world(tmp_path, train_s=0.15) as (url, engines, trainer):
+        running = Running(context(tmp_path, url, run={"steps": 12}, loop={"staleness_bound": 4}))
+        while len(trainer.frames) < 3:
+            time.sleep(0.01)
+        engines[0].behaviour.swap_status = 504
+        while running.progress().get("swap_failures", 0) < 2:
+            time.sleep(0.01)
+        engines[0].behaviour.swap_status = 0
+        running.join(60)
+        assert len(trainer.frames) == 12
+        numbers = [value for _, kind, value in engines[0].log if kind == "swap"]
+        assert numbers == sorted(set(numbers)) and numbers[-1] == 12
+        assert running.summary["swap_failures"] >= 2
+        assert max(map(int, running.summary["staleness"])) <= 4
+
+
+@pytest.mark.invariant(56)
+@pytest.mark.invariant(57)
+def test_an_evaluation_is_pinned_to_one_version_while_other_engines_move_on(tmp_path: Path) -> None:
+    with world(tmp_path, train_s=0.1) as (url, engines, trainer):
+        for engine in engines:
+            engine.behaviour.eval_s = 0.6
+        running = Running(
+            context(tmp_path, url, run={"steps": 12}, eval={"every_steps": 100, "timeout_s": 20.0})
+        )
+        running.join(60)
+        rows = running.rows("eval")
+        assert [r["trigger"] for r in rows] == [0, 12]
+        assert [r["missing"] for r in rows] == [0, 0]
+        first = [e for e in engines if e.pins and e.pins[0].number == 0]
+        assert len(first) == 1, "one engine of two is the evaluation's share"
+        assert {p.number for p in first[0].pins} <= {0, 12}
+        during = [r["t"] for r in running.rows("step") if r["t"] < rows[0]["t"]]
+        assert during, "training went on during the evaluation"
+        assert running.summary["flow"]["eval"]["cancelled"] == 0
+
+
+@pytest.mark.invariant(57)
+@pytest.mark.parametrize(("done", "expected"), [(True, [6]), (False, [3, 6])])
+def test_a_resume_repeats_only_an_evaluation_that_got_lost(
+    tmp_path: Path, done: bool, expected: list[int]
+) -> None:
+    rows = [{"kind": "step", "step": s, "t": 0.0} for s in (1, 2, 3)]
+    if done:
+        rows.append({"kind": "eval", "step": 3, "trigger": 3, "accuracy": 0.5, "t": 0.0})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    with world(tmp_path, number=3) as (url, _, trainer):
+        running = Running(context(tmp_path, url, eval={"every_steps": 3}))
+        running.join(60)
+        assert [f.header.step for f in trainer.frames] == [4, 5, 6]
+        fresh = [r["trigger"] for r in running.rows("eval") if r["t"] > 0]
+        assert fresh == expected
+
+
+@pytest.mark.invariant(18)
+@pytest.mark.invariant(19)
+def test_a_hub_that_stays_away_ends_the_run_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _change(monkeypatch, hub_timeout_s=1.0)
+    with world(tmp_path, train_s=0.05) as (url, _, trainer):
+        running = Running(context(tmp_path, url, run={"steps": 5000}))
+        while len(trainer.frames) < 2:
+            time.sleep(0.01)
+        trainer.hub_stop.set()
+        began = time.monotonic()
+        assert running.ended_within(30)
+        assert time.monotonic() - began < 15
+        assert "hub" in str(running.error) and running.exit_code == 4
+
+
+@pytest.mark.invariant(14)
+def test_shipping_never_leads_training_by_more_than_the_target(tmp_path: Path) -> None:
+    with world(tmp_path, train_s=0.05) as (url, _, trainer):
+        running = Running(
+            context(tmp_path, url, run={"steps": 10}, loop={"target_lag": 1, "staleness_bound": 3})
+        )
+        running.join(60)
+        assert max(r["outbox"] for r in running.rows("step")) <= 2
+        assert len(trainer.frames) == 10
+
+
+@pytest.mark.invariant(22)
+def test_a_slow_trainer_fills_the_queue_to_its_bound_and_no_further(tmp_path: Path) -> None:
+    with world(tmp_path, train_s=0.3) as (url, _, _trainer):
+        running = Running(
+            context(tmp_path, url, run={"steps": 8}, loop={"staleness_bound": 2, "target_lag": 1})
+        )
+        running.join(60)
+        queued = [r["flow"]["train"]["queued"] for r in running.rows("step")]
+        assert 0 < max(queued) <= 3 * 12
+        assert all(r["queue"]["ready_groups"] <= 9 for r in running.rows("step"))
