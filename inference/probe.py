@@ -36,8 +36,14 @@ def span(params: Tree, cfg: DecoderConfig, result: jax.Array) -> tuple[jax.Array
 
 
 def add_source_stamp(trainer_tree: Tree, cfg: DecoderConfig, number: int | jax.Array) -> Tree:
-    """The trainer's tree with its stamps: ``version_stamp`` int32 ``[num_layers + 1]``, all ``number``."""
-    return trainer_tree | {STAMP: jnp.full((cfg.num_layers + 1,), number, jnp.int32)}
+    """The trainer's tree with its stamps: ``version_stamp`` int32 ``[num_layers + 1]``, all ``number``.
+
+    On the mesh of the tree, replicated; every process of the mesh must make this call.
+    """
+    sharding = getattr(jax.tree.leaves(trainer_tree)[0], "sharding", None)
+    whole = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
+    make = jax.jit(lambda n: jnp.full((cfg.num_layers + 1,), n, jnp.int32), out_shardings=whole)
+    return trainer_tree | {STAMP: make(number)}
 
 
 def source_shape(cfg: DecoderConfig) -> jax.ShapeDtypeStruct:
