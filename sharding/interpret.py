@@ -20,6 +20,8 @@ from jaxrl_sync.sharding import movement
 from jaxrl_sync.sharding.errors import MappingError
 from jaxrl_sync.sharding.fragments import TooManyFragments
 from jaxrl_sync.sharding.known import ELEMENTWISE, KNOWN_LIMIT, Known, bind, evaluate_known
+from jaxrl_sync.sharding.layout import dtype_of
+from jaxrl_sync.sharding.memo import Outline, fill, outline, signature
 from jaxrl_sync.sharding.values import Value, reshape, slice_dim, stack
 
 NodeKey = tuple[int, ...]
@@ -71,8 +73,10 @@ _WRAPPERS = frozenset(
 class Interpreter:
     """Runs programs on abstract values and collects the sources."""
 
-    def __init__(self) -> None:
+    def __init__(self, outlines: dict[Any, Outline] | None = None) -> None:
         self.sources: list[Source] = []
+        self.outlines: dict[Any, Outline] = {} if outlines is None else outlines
+        self._calls: set[int] = set()
         self._casts: dict[tuple[int, str], int] = {}
 
     def add(self, source: Source) -> int:
@@ -107,7 +111,7 @@ class Interpreter:
         """The outputs of one equation."""
         name = eqn.primitive.name
         if (inner := inner_program(eqn)) is not None:
-            return self.run(inner, args, place)
+            return self._call(inner, args, place)
         if (
             name == "scan"
             and eqn.params["length"] <= SCAN_LIMIT
@@ -127,6 +131,17 @@ class Interpreter:
         except TooManyFragments as error:
             return self._compute(eqn, args, place, f"{name}: {error}")
         return moved if moved is not None else self._compute(eqn, args, place, name)
+
+    def _call(self, closed: ClosedJaxpr, args: list[Abstract], place: NodeKey) -> list[Abstract]:
+        """A wrapped program; from its second call on it is only filled in, if its arguments allow that."""
+        calls = signature(args)
+        if calls is None or id(closed.jaxpr) not in self._calls:
+            self._calls.add(id(closed.jaxpr))
+            return self.run(closed, args, place)
+        key = (id(closed.jaxpr), calls)
+        if key not in self.outlines:
+            self.outlines[key] = outline(self, closed, args)
+        return fill(self, self.outlines[key], args, place)
 
     def value(self, abstract: Abstract) -> Value:
         """A `Value`; a constant becomes a source of its own."""
@@ -161,7 +176,7 @@ class Interpreter:
         return None if result is None else list(result)
 
     def _refuse_dynamic(self, name: str, index: Abstract) -> None:
-        params = sorted(self._params_of([index]))
+        params = sorted(self.params_of([index]))
         if name == "select_n":
             return  # arithmetic like any other: a computed leaf
         raise MappingError(
@@ -169,7 +184,8 @@ class Interpreter:
             "elements move would change with the weights; use static indices"
         )
 
-    def _params_of(self, args: Sequence[Abstract]) -> frozenset[str]:
+    def params_of(self, args: Sequence[Abstract]) -> frozenset[str]:
+        """Paths of the parameters that these values depend on."""
         found: set[str] = set()
         for a in args:
             if isinstance(a, Value):
@@ -178,7 +194,7 @@ class Interpreter:
         return frozenset(found)
 
     def _compute(self, eqn: Any, args: list[Abstract], place: NodeKey, reason: str) -> list[Abstract]:
-        params = self._params_of(args)
+        params = self.params_of(args)
         outs: list[Abstract] = []
         for k, var in enumerate(eqn.outvars):
             shape, dtype = tuple(var.aval.shape), var.aval.dtype
@@ -192,7 +208,7 @@ class Interpreter:
         value = self.value(value)
         return [value.with_sources(dtype, lambda s: self.cast_source(s, dtype))]
 
-    def cast_source(self, number: int, dtype: np.dtype[Any]) -> int:
+    def cast_source(self, number: int, dtype: np.dtype[Any] | str) -> int:
         """The source that is a source converted to ``dtype``."""
         source = self.sources[number]
         if str(dtype) == (source.casts[-1] if source.casts else str(source.dtype)):
@@ -200,8 +216,8 @@ class Interpreter:
         key = (number, str(dtype))
         if key not in self._casts:
             if source.values is not None:
-                cast = source.values.cast(dtype)
-                new = dataclasses.replace(source, dtype=dtype, values=cast)
+                cast = source.values.cast(dtype_of(str(dtype)))
+                new = dataclasses.replace(source, dtype=cast.dtype, values=cast)
             else:
                 new = dataclasses.replace(source, casts=(*source.casts, str(dtype)))
             self._casts[key] = self.add(new)

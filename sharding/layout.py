@@ -46,6 +46,13 @@ class Placement:
             if len(shard.box.start) != len(self.shape) or not whole.contains(shard.box):
                 raise MappingError(f"device {shard.device}: box {shard.box} is outside of shape {self.shape}")
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.shape, self.shards))
+
     @functools.cached_property
     def by_box(self) -> dict[Box, tuple[Shard, ...]]:
         """The replicas of each distinct box, boxes in order of their first device."""
@@ -110,7 +117,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
         raise MappingError(f"unknown dtype {name!r}") from error
 
 
-def _chunk(size: int, parts: int, index: int) -> tuple[int, int]:
+def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     """Interval ``index`` of ``size`` elements in ``parts`` pieces of equal, rounded-up length."""
     step = -(-size // parts)
     return min(size, step * index), min(size, step * (index + 1))
@@ -134,7 +141,7 @@ def _named_boxes(shape: tuple[int, ...], sharding: NamedSharding) -> dict[Any, B
             index = 0
             for name in names:
                 index = index * mesh.shape[name] + at[name]
-            edges.append(_chunk(size, math.prod(mesh.shape[n] for n in names), index))
+            edges.append(chunk(size, math.prod(mesh.shape[n] for n in names), index))
         boxes[device] = Box(tuple(a for a, _ in edges), tuple(b for _, b in edges))
     return boxes
 
