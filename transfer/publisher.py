@@ -110,10 +110,11 @@ class Publisher:
             self._hub.close()
             message = f"can't listen on {self.config.host}:{self.config.port}: {error.strerror}"
             raise ResourceError(message) from error
-        host, port = self._listener.getsockname()[:2]
+        if not wire.is_loopback(self.config.host):
+            logger.warning("WEIGHTS ARE SENT UNENCRYPTED TO WHO HAS THE RUN TOKEN ON %s", self.config.host)
         info = {
             "model": self.config.model,
-            "address": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+            "address": wire.address_of(self._listener, hub_url),
             "source": self._hub.put_blob(self.source.to_bytes()),
             "source_digest": self.source.digest,
             "pid": os.getpid(),

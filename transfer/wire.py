@@ -8,12 +8,14 @@ waits go through ``poll``, so that one thread may send while another receives, e
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import select
 import socket
 import struct
 import threading
 import time
+import urllib.parse
 from collections.abc import Sequence
 from typing import Any
 
@@ -206,6 +208,30 @@ def listen(host: str, port: int = 0, backlog: int = 64) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def address_of(listener: socket.socket, towards: str) -> str:
+    """``host:port`` under which others reach a listener.
+
+    One that listens on every interface is named by the one that leads to the URL ``towards``.
+    """
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        url = urllib.parse.urlsplit(towards)
+        with socket.socket(listener.family, socket.SOCK_DGRAM) as probe:
+            probe.connect((url.hostname or "localhost", url.port or 80))  # sends nothing
+            host = probe.getsockname()[0]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def dial(address: str, timeout_s: float) -> socket.socket:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_sync.transfer import memory
 from jaxrl_sync.transfer.clean import remove_leftovers, remove_stale
 from jaxrl_sync.transfer.errors import ResourceError, TransferError
 from jaxrl_sync.transfer.memory import ForeignMemory, PrivateMemory, SharedMemory
@@ -93,7 +92,7 @@ def test_too_little_room_is_a_named_error_and_leaves_nothing(monkeypatch: pytest
     def refuse(fd: int, offset: int, length: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(memory.os, "posix_fallocate", refuse)
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(ResourceError, match=r"/dev/shm is too small: a slot needs 12288 bytes") as caught:
         SharedMemory(RUN, 8192)
     assert caught.value.exit_code == 3 and mine() == []

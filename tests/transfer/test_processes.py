@@ -179,7 +179,7 @@ def test_killed_trainer_leaves_engines_serving_and_a_new_lineage_takes_over(cast
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.invariant(32)
 def test_kill_and_stop_of_the_sender_in_mid_transfer(cast: Cast, token_file: Path, transport: str) -> None:
-    big = {"transport": transport, "vocab": 1 << 19, "timeout_s": 3.0}
+    big: dict[str, Any] = {"transport": transport, "vocab": 1 << 19, "timeout_s": 3.0}
     trainer, engine = cast.trainer("a", **big), cast.engine("x", **big)
     for peer in (trainer, engine):
         peer.expect("ready")
@@ -226,7 +226,9 @@ def expected_trees(count: int) -> list[Any]:
 
 
 def test_a_trainer_world_of_two_processes_feeds_an_engine_of_two_processes(cast: Cast) -> None:
-    worlds = {w: {"coordinator": f"127.0.0.1:{free_port()}", "size": 2} for w in ("trainer", "engine")}
+    worlds: dict[str, dict[str, Any]] = {
+        w: {"coordinator": f"127.0.0.1:{free_port()}", "size": 2} for w in ("trainer", "engine")
+    }
     trainers = [cast.trainer("a", 2, rank=r, ttl_s=10.0, **worlds["trainer"]) for r in range(2)]
     engines = [cast.engine("x", 1, rank=r, ttl_s=10.0, **worlds["engine"]) for r in range(2)]
     single = cast.engine("y", ttl_s=10.0)
@@ -245,7 +247,7 @@ def test_a_trainer_world_of_two_processes_feeds_an_engine_of_two_processes(cast:
 
 def test_one_dead_rank_ends_the_round_of_its_whole_engine(cast: Cast) -> None:
     trainer = cast.trainer("a")
-    world = {"coordinator": f"127.0.0.1:{free_port()}", "size": 2, "timeout_s": 4.0}
+    world: dict[str, Any] = {"coordinator": f"127.0.0.1:{free_port()}", "size": 2, "timeout_s": 4.0}
     engines = [cast.engine("x", 1, rank=r, **world) for r in range(2)]
     for peer in (trainer, *engines):
         peer.expect("ready")

@@ -256,12 +256,12 @@ def test_a_flipped_bit_is_found_and_the_serving_version_stays(
 def test_a_chunk_that_changed_on_the_wire_is_refused_before_it_is_written(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from jaxrl_sync.transfer.transports import tcp
+    import xxhash
 
     params = trainer_params()
     publisher, subscriber = rig.publisher(params, "tcp"), rig.subscriber(transport="tcp")
     publisher.publish(params, Version("a", 0))
-    monkeypatch.setattr(tcp.xxhash, "xxh3_128_hexdigest", lambda data, n=[0]: n.append(0) or str(len(n)))
+    monkeypatch.setattr(xxhash, "xxh3_128_hexdigest", lambda data, n=[0]: n.append(0) or str(len(n)))
     update = subscriber.poll(10)
     assert update is not None
     with pytest.raises(TransferError):

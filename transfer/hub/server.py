@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import ipaddress
 import json
 import logging
 import secrets
@@ -302,15 +301,6 @@ class Routes:
         return Response(data, media_type="application/octet-stream")
 
 
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def run_hub(
     host: str,
     port: int,
@@ -327,7 +317,7 @@ def run_hub(
     when the port is taken. ``ttl_s`` is the lease of members that don't ask for another.
     """
     token = auth.load_token(token_file)
-    if not _is_loopback(host):
+    if not wire.is_loopback(host):
         logger.warning(
             "THE HUB LISTENS ON %s: its control traffic is not encrypted; trust that network", host
         )
