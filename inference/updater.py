@@ -7,6 +7,7 @@ other ranks have a ``Shadow``, which prepares what the leader prepares and hands
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -89,10 +90,9 @@ class Updater:
         SwapTimeoutError after ``timeout_s``, with the state unchanged.
         """
         future: Future[dict[str, Any]] = Future()
+        self._requests.put((version, time.monotonic() + timeout_s, future))
         if self._closing.is_set() or self.error is not None:
-            fail(future, NotServingError("the engine takes no versions any more"))
-        else:
-            self._requests.put((version, time.monotonic() + timeout_s, future))
+            self._refuse_rest()
         return future
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -124,6 +124,9 @@ class Updater:
             settle(future, self._take(version, deadline))
         except (EngineError, TransferError) as error:
             fail(future, error)
+        except Exception as error:
+            fail(future, error)
+            raise
 
     def _take_newest(self) -> None:
         """Policy auto: take what is on offer, then answer those who asked for it."""
@@ -194,10 +197,11 @@ class Updater:
 
     def _refuse_rest(self) -> None:
         """Nobody may wait for a thread that has ended."""
-        while not self._requests.empty():
-            request = self._requests.get()
-            if request is not None:
-                fail(request[2], NotServingError("the engine takes no versions any more"))
+        with contextlib.suppress(queue.Empty):
+            while True:
+                request = self._requests.get_nowait()
+                if request is not None:
+                    fail(request[2], NotServingError("the engine takes no versions any more"))
 
 
 class Shadow:

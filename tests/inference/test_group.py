@@ -1,0 +1,110 @@
+"""The control connections of a multi-rank engine, over real sockets in one process."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from jaxrl_sync.inference import group
+from jaxrl_sync.inference.errors import RankDiedError
+from jaxrl_sync.inference.group import Follower, Leader
+from jaxrl_sync.inference.plan import StepPlan
+from jaxrl_sync.transfer.errors import AuthError, PeerLost
+from jaxrl_sync.transfer.version import Version
+
+TOKEN, OTHER = "ab" * 32, "cd" * 32
+
+
+class Pair:
+    """A leader and one follower, and what each of them calls dead."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.leader_saw: queue.Queue[str] = queue.Queue()
+        self.follower_saw: queue.Queue[str] = queue.Queue()
+        self.prepared = threading.Event()
+        self.leader = Leader("engine-7", TOKEN, "127.0.0.1", 2, self.leader_saw.put)
+        stack.callback(self.leader.close)
+        waiting = threading.Thread(target=self.leader.wait, args=(10,))
+        waiting.start()
+        host, port = self.leader.address
+        self.follower = Follower(
+            "engine-7", 1, f"{host}:{port}", TOKEN, self.prepared.set, self.follower_saw.put
+        )
+        stack.callback(self.follower.close)
+        waiting.join(10)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with ExitStack() as stack:
+        yield Pair(stack)
+
+
+def test_plans_and_prepares_arrive_in_order_and_stop_ends_quietly(pair: Pair) -> None:
+    for number in range(5):
+        active = np.arange(8) < number
+        pair.leader.send_plan(StepPlan(number, active, 2, 16, swap=Version("a", number)))
+    pair.leader.prepare()
+    for number in range(5):
+        plan = pair.follower.next_plan()
+        assert plan is not None and plan.number == number and plan.swap == Version("a", number)
+        assert plan.active.sum() == number
+    assert pair.prepared.wait(5)
+    pair.leader.close()
+    assert pair.follower.next_plan() is None
+    time.sleep(0.1)
+    assert pair.follower_saw.empty() and pair.leader_saw.empty()
+
+
+def test_each_end_names_the_other_when_it_goes_away(pair: Pair) -> None:
+    pair.follower._link._connection.sock.shutdown(socket.SHUT_RDWR)
+    assert pair.leader_saw.get(timeout=5).startswith("engine-7 rank 1 of this engine died: ")
+    assert pair.follower_saw.get(timeout=5).startswith("engine-7 rank 0 of this engine died: ")
+
+
+def test_a_silent_peer_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "ALIVE_S", 30.0)
+    monkeypatch.setattr(group, "SILENCE_S", 0.5)
+    with ExitStack() as stack:
+        pair = Pair(stack)
+        began = time.monotonic()
+        assert "rank 1 of this engine died" in pair.leader_saw.get(timeout=5)
+        assert time.monotonic() - began < 3
+
+
+def test_heartbeats_keep_idle_ranks_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "ALIVE_S", 0.05)
+    monkeypatch.setattr(group, "SILENCE_S", 1.0)
+    with ExitStack() as stack:
+        pair = Pair(stack)
+        time.sleep(2.0)
+        assert pair.leader_saw.empty() and pair.follower_saw.empty()
+
+
+def test_missing_ranks_are_named_and_strangers_refused() -> None:
+    leader = Leader("engine-7", TOKEN, "127.0.0.1", 3, lambda cause: None)
+    raised: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            leader.wait(1.5)
+        except RankDiedError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    host, port = leader.address
+    with pytest.raises((AuthError, PeerLost)):
+        Follower("engine-7", 1, f"{host}:{port}", OTHER, lambda: None, timeout_s=5)
+    follower = Follower("engine-7", 2, f"{host}:{port}", TOKEN, lambda: None, lambda cause: None)
+    thread.join(10)
+    assert str(raised[0]) == "engine-7: ranks [1] did not connect in 1.5 s"
+    leader.close()
+    follower.close()

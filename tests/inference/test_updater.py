@@ -1,0 +1,232 @@
+"""When versions are taken, against a subscriber and an engine that do exactly what a test says."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from jaxrl_sync.inference.errors import EngineError, NotServingError, SwapTimeoutError
+from jaxrl_sync.inference.front import SwapReport
+from jaxrl_sync.inference.updater import Shadow, SwapPolicy, Updater
+from jaxrl_sync.transfer.errors import MismatchError
+from jaxrl_sync.transfer.subscriber import Prepared
+from jaxrl_sync.transfer.version import Version
+
+
+def v(number: int, lineage: str = "a") -> Version:
+    return Version(lineage, number)
+
+
+class Offers:
+    """A subscriber: offers ``newest`` until it is installed; the first ``failures`` prepares fail."""
+
+    def __init__(self) -> None:
+        self.newest: Version | None = None
+        self.installed: Version | None = None
+        self.failures = 0
+        self.log: list[str] = []
+
+    def poll(self, timeout_s: float = 0.0) -> Offered | None:
+        if self.newest is None or self.newest == self.installed:
+            time.sleep(min(timeout_s, 0.01))
+            return None
+        return Offered(self, self.newest)
+
+
+class Offered:
+    """An update of ``Offers``; its tree is its number."""
+
+    def __init__(self, offers: Offers, version: Version) -> None:
+        self._offers, self.version = offers, version
+
+    def prepare(self, timeout_s: float | None = None) -> Prepared:
+        self._offers.log.append(f"prepare {self.version.number}")
+        if self._offers.failures:
+            self._offers.failures -= 1
+            raise MismatchError("bits differ")
+        return Prepared(self.version, 100, 0.1, 0.2, 0.3, "shm")
+
+    def swap(self) -> int:
+        self._offers.installed = self.version
+        return self.version.number
+
+    def discard(self, reason: str) -> None:
+        self._offers.log.append(f"discard {self.version.number}")
+
+
+class EngineDouble:
+    """Swaps at once, unless ``pinned``: then it gives up at the deadline."""
+
+    def __init__(self) -> None:
+        self.version: Version | None = None
+        self.trees: list[Any] = []
+        self.pinned = False
+
+    def request_swap(
+        self, version: Version, take: Callable[[], Any], timeout_s: float = 60.0
+    ) -> Future[SwapReport]:
+        future: Future[SwapReport] = Future()
+        if self.pinned:
+            future.set_exception(SwapTimeoutError("pinned groups were still running"))
+            return future
+        self.trees.append(take())
+        self.version = version
+        future.set_result(SwapReport(version, 5, 0.25))
+        return future
+
+
+class Rig:
+    def __init__(self, policy: SwapPolicy) -> None:
+        self.offers, self.engine, self.rows = Offers(), EngineDouble(), list[tuple[str, int | None]]()
+        self.updater = Updater(self.engine, self.offers, policy, record=self._record)  # type: ignore[arg-type]
+        self.updater.start()
+
+    def _record(self, kind: str, t0: float, t1: float, *, version: int | None = None) -> None:
+        self.rows.append((kind, version))
+
+    def first(self, number: int = 0) -> None:
+        self.offers.newest = v(number)
+        assert self.updater.ready.wait(5)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig("approved")
+    yield made
+    made.updater.close()
+
+
+def test_the_first_version_is_taken_by_itself_and_later_ones_wait_for_approval(rig: Rig) -> None:
+    assert not rig.updater.ready.is_set()
+    rig.first(4)
+    rig.offers.newest = v(5)
+    time.sleep(0.1)
+    assert rig.engine.trees == [4] and rig.rows[0] == ("prepare", 4)
+    assert rig.updater.swap(v(5), 5).result(5) == {
+        "lineage": "a",
+        "number": 5,
+        "pause_s": 0.25,
+        "step": 5,
+        "bytes": 100,
+        "prepare_s": 0.3,
+        "verify_s": 0.2,
+        "transport": "shm",
+    }
+    assert rig.engine.trees == [4, 5] and ("swap", 5) in rig.rows
+
+
+def test_an_installed_or_older_version_answers_at_once(rig: Rig) -> None:
+    rig.first(4)
+    for number in (4, 2):
+        answer = rig.updater.swap(v(number), 5).result(5)
+        assert (answer["number"], answer["pause_s"], answer["bytes"]) == (4, 0.0, 0)
+    assert rig.engine.trees == [4]
+
+
+def test_an_offer_that_is_too_old_or_of_another_lineage_is_waited_out(rig: Rig) -> None:
+    rig.first(0)
+    rig.offers.newest = v(1)
+    asked = rig.updater.swap(v(2), 5)
+    time.sleep(0.1)
+    assert not asked.done() and rig.engine.trees == [0]
+    rig.offers.newest = v(3)
+    assert asked.result(5)["number"] == 3
+    rig.offers.newest = v(0, "b")
+    assert rig.updater.swap(v(0, "b"), 5).result(5)["lineage"] == "b"
+
+
+def test_a_version_that_never_comes_is_a_named_timeout(rig: Rig) -> None:
+    rig.first(0)
+    with pytest.raises(SwapTimeoutError, match="swap to a:9: no such version was offered in time"):
+        rig.updater.swap(v(9), 0.2).result(5)
+    assert rig.updater.error is None
+
+
+@pytest.mark.invariant(32)
+def test_a_prepare_that_fails_is_tried_again_and_named_at_the_deadline(rig: Rig) -> None:
+    rig.first(0)
+    rig.offers.newest, rig.offers.failures = v(1), 2
+    assert rig.updater.swap(v(1), 5).result(5)["number"] == 1
+    rig.offers.newest, rig.offers.failures = v(2), 10**6
+    with pytest.raises(SwapTimeoutError, match="swap to a:2: bits differ"):
+        rig.updater.swap(v(2), 0.2).result(5)
+    assert rig.engine.version == v(1)
+
+
+def test_a_prepared_version_is_kept_over_a_failed_swap_and_dropped_for_a_later_one(rig: Rig) -> None:
+    rig.first(0)
+    rig.offers.newest, rig.engine.pinned = v(1), True
+    for _ in range(2):
+        with pytest.raises(SwapTimeoutError, match="pinned"):
+            rig.updater.swap(v(1), 5).result(5)
+    assert rig.updater.prepared == v(1) and rig.offers.log.count("prepare 1") == 1
+    rig.engine.pinned, rig.offers.newest = False, v(2)
+    assert rig.updater.swap(v(2), 5).result(5)["number"] == 2
+    assert rig.offers.log[-2:] == ["discard 1", "prepare 2"] and rig.updater.prepared is None
+
+
+def test_policy_auto_takes_what_comes() -> None:
+    rig = Rig("auto")
+    rig.first(0)
+    for number in (1, 2):
+        rig.offers.newest = v(number)
+        deadline = time.monotonic() + 5
+        while rig.engine.version != v(number):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert rig.updater.swap(v(2), 5).result(5)["pause_s"] == 0.0
+    rig.updater.close()
+
+
+def test_what_ends_the_thread_is_kept_and_nobody_waits_for_it(rig: Rig) -> None:
+    rig.first(0)
+
+    def broken(timeout_s: float = 0.0) -> Offered | None:
+        raise ValueError("no such layout")
+
+    rig.offers.poll = broken  # type: ignore[method-assign]
+    asked, queued = rig.updater.swap(v(1), 5), rig.updater.swap(v(1), 5)
+    with pytest.raises((NotServingError, ValueError)):
+        asked.result(5)
+    with pytest.raises(NotServingError):
+        queued.result(5)
+    assert isinstance(rig.updater.error, ValueError)
+    with pytest.raises(NotServingError):
+        rig.updater.swap(v(1), 5).result(5)
+
+
+def test_closing_ends_a_wait(rig: Rig) -> None:
+    rig.first(0)
+    asked = rig.updater.swap(v(9), 60)
+    time.sleep(0.05)
+    rig.updater.close()
+    with pytest.raises(NotServingError):
+        asked.result(5)
+
+
+def test_a_follower_hands_out_only_what_the_plan_names() -> None:
+    offers, rows = Offers(), list[str]()
+
+    def record(kind: str, t0: float, t1: float, *, version: int | None = None) -> None:
+        rows.append(kind)
+
+    shadow = Shadow(offers, record=record, timeout_s=0.5)  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="swap to a:1: this rank has prepared None"):
+        shadow.take(v(1))
+    offers.newest = v(1)
+    late = threading.Timer(0.1, shadow.prepare)
+    late.start()
+    assert shadow.take(v(1)) == 1 and rows == ["prepare"]
+    offers.newest = v(2)
+    shadow.prepare()
+    with pytest.raises(EngineError, match="swap to a:3: this rank has prepared a:2"):
+        shadow.take(v(3))
+    offers.newest = v(3)
+    shadow.prepare()
+    assert shadow.take(v(3)) == 3 and offers.log == ["prepare 1", "prepare 2", "discard 2", "prepare 3"]
+    shadow.close()
