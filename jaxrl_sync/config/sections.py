@@ -48,6 +48,8 @@ class RunSection(Section):
     engine_restarts: NonNegative = 3
     """Restarts in all per engine replica before its death ends the run."""
     hub_restarts: NonNegative = 3
+    keep_batches: bool = False
+    """Keep every batch as ``RUN_DIR/batches/step-<x>.rank-<d>.frame``, for replay and for comparisons."""
 
 
 class ModelSection(Section):

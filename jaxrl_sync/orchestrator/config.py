@@ -84,6 +84,7 @@ class LoopConfig:
     """Calls of the task (prompts, environments, scores) that may run at once."""
     shutdown_timeout_s: float = 20.0
     log_interval_s: float = 1.0
+    keep_batches: bool = False
     poll_s: float = 0.5
     sampling: SamplingConfig = SamplingConfig()
     eval: EvalConfig = EvalConfig()
@@ -135,6 +136,7 @@ def loop_config(run: RunConfig) -> LoopConfig:
         swap_timeout_s=loop.swap_timeout_s,
         step_timeout_s=loop.step_timeout_s,
         start_timeout_s=run.run.start_timeout_s,
+        keep_batches=run.run.keep_batches,
         sampling=train,
         eval=EvalConfig(
             every_steps=run.eval.every_steps,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Coroutine, Mapping
@@ -32,7 +33,7 @@ from jaxrl_sync.orchestrator.groups import OpenGroup
 from jaxrl_sync.orchestrator.logger import PeriodicLogger, rss_bytes
 from jaxrl_sync.orchestrator.play import Player
 from jaxrl_sync.orchestrator.policy import Policy
-from jaxrl_sync.orchestrator.rundir import MetricsFile, evals_done
+from jaxrl_sync.orchestrator.rundir import MetricsFile, evals_done, keep_batch
 from jaxrl_sync.orchestrator.scoring import Scorer
 from jaxrl_sync.orchestrator.signal import Signal
 from jaxrl_sync.orchestrator.source import DataSource
@@ -103,6 +104,7 @@ class Loop:
             self.dispatcher.drop_stale,
             self._on_step,
             self._on_wait,
+            functools.partial(keep_batch, parts.run_dir) if config.keep_batches else None,
         )
         self.dispatcher.train_sink = self.train_sink
         self.eval_sink = EvalSink(

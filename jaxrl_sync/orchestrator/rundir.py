@@ -11,7 +11,7 @@ import json
 import os
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,21 @@ def write_summary(run_dir: Path, summary: Row) -> None:
 def write_progress(run_dir: Path, progress: Row) -> None:
     """``progress.json``, atomically; a reader sees the old one or the new one."""
     write_json(run_dir / "progress.json", dict(progress))
+
+
+def batch_path(run_dir: Path, step: int, rank: int) -> Path:
+    """Where the frame of one step and data rank is kept."""
+    return run_dir / "batches" / f"step-{step:06d}.rank-{rank}.frame"
+
+
+def keep_batch(run_dir: Path, step: int, frames: Sequence[bytes]) -> None:
+    """Keep the frames of one step, one per data rank, as they are sent; blocks on the disk."""
+    for rank, frame in enumerate(frames):
+        path = batch_path(run_dir, step, rank)
+        path.parent.mkdir(exist_ok=True)
+        scratch = path.with_suffix(".tmp")
+        scratch.write_bytes(frame)
+        scratch.replace(path)
 
 
 def evals_done(rows: list[dict[str, Any]], lineages: set[str] | None = None) -> set[int]:

@@ -79,10 +79,12 @@ class TrainSink:
         on_cut: Callable[[], object],
         on_step: OnStep,
         on_wait: Callable[[str, float, float, int], None],
+        keep: Callable[[int, list[bytes]], None] | None = None,
     ) -> None:
         self._config, self._book, self._policy = config, book, policy
         self._scorer, self._link, self._signal = scorer, link, signal
         self._on_cut, self._on_step, self._on_wait = on_cut, on_step, on_wait
+        self._keep = keep
         self._outbox: collections.deque[_Packed] = collections.deque()
         self.shipped_all = False
         self.done = False
@@ -97,7 +99,7 @@ class TrainSink:
         scored = await self._scorer.score(group, episodes)
         if scored is None:
             if group.gid in self._book.open:
-                self._book.fail(group, "score")
+                self._book.fail(group, self._scorer.last_failure)
         elif scored.uniform and self._config.filter_uniform:
             self._book.filter(group.gid, "uniform")
         else:
@@ -119,10 +121,11 @@ class TrainSink:
             facts = _facts(step, batch, batch_s, policy_s)
             samples = [s for g in batch for s in _scored(g).samples]
             frames = await in_thread(
-                _frames,
+                encode_frames,
                 samples,
                 self._pack_config(),
                 header,
+                self._keep,
                 timeout_s=_PACK_S,
                 what=f"the packing of step {step}",
             )
@@ -215,16 +218,24 @@ def _scored(group: ReadyGroup) -> Scored:
     return payload
 
 
-def _frames(samples: list[Sample], config: PackConfig, header: BatchHeader) -> list[bytes]:
+def encode_frames(
+    samples: list[Sample],
+    config: PackConfig,
+    header: BatchHeader,
+    keep: Callable[[int, list[bytes]], None] | None = None,
+) -> list[bytes]:
     """One frame per data rank; the same samples in the same order give the same bytes."""
     packed = pack(samples, config)
     whole = dataclasses.replace(
         header, micro_batches=packed.micro_batches, num_valid_tokens=packed.num_valid_tokens
     )
-    return [
+    frames = [
         encode_batch(dataclasses.replace(whole, data_rank=rank), packed.for_rank(rank))
         for rank in range(config.data_ranks)
     ]
+    if keep is not None:
+        keep(header.step, frames)
+    return frames
 
 
 def _facts(step: int, batch: list[ReadyGroup], wait_batch_s: float, wait_policy_s: float) -> BatchFacts:
