@@ -116,7 +116,10 @@ class Updater:
         self._refuse_rest()
 
     def _serve_one(self) -> None:
-        request = self._requests.get()
+        try:
+            request = self._requests.get(timeout=_POLL_S)
+        except queue.Empty:
+            return
         if request is None:
             return
         version, deadline, future = request
