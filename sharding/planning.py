@@ -17,36 +17,18 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxrl_sync.sharding import codec
-from jaxrl_sync.sharding.balance import Loads
 from jaxrl_sync.sharding.box import Box
 from jaxrl_sync.sharding.correspondence import Correspondence
 from jaxrl_sync.sharding.coverage import prove_coverage
 from jaxrl_sync.sharding.errors import MappingError
 from jaxrl_sync.sharding.layout import Layout, Placement, Shard, dtype_of
-from jaxrl_sync.sharding.matching import Block, IntArray, Reduced, blocks_of, match, reduce, volumes
+from jaxrl_sync.sharding.matching import Block, Reduced, blocks_of, reduce
 from jaxrl_sync.sharding.rank_plan import RankPlan, materialise
+from jaxrl_sync.sharding.templates import Builder, Draft, Template
+from jaxrl_sync.sharding.topology import Policy, Topology
 
 _MAGIC = b"jaxrl.plan\x01"
 CONSTANT_DEVICE = -1
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Template:
-    """Moves of one block between two placements: per move two devices and an axis-space box."""
-
-    source: Placement
-    target: Placement
-    itemsize: int
-    block: Block
-    source_device: IntArray
-    target_device: IntArray
-    low: IntArray
-    high: IntArray
-
-    @property
-    def volumes(self) -> IntArray:
-        """Elements per move."""
-        return volumes(self.low, self.high)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +50,8 @@ class Plan:
     correspondence: Correspondence
     templates: tuple[Template, ...] = dataclasses.field(repr=False)
     instances: tuple[Instance, ...] = dataclasses.field(repr=False)
+    topology: Topology = dataclasses.field(default_factory=Topology, repr=False)
+    policy: Policy = dataclasses.field(default_factory=Policy, repr=False)
 
     @property
     def constant_values(self) -> dict[str, npt.NDArray[Any]]:
@@ -97,6 +81,8 @@ class Plan:
             self._moves,
         ):
             out.raw(part)
+        self.topology.write(out)
+        self.policy.write(out)
         out.text(self.digest)
         body = out.getvalue()
         return body + codec.digest(body).encode()
@@ -109,9 +95,10 @@ class Plan:
             raise MappingError("plan is corrupted: its bytes don't match their digest")
         read = codec.Reader(body, _MAGIC, "plan")
         source, target, corr, moves = read.raw(), read.raw(), read.raw(), read.raw()
-        claimed = read.text()
+        topology, policy, claimed = Topology.read(read), Policy.read(read), read.text()
         read.end()
-        made = plan(Layout.from_bytes(source), Layout.from_bytes(target), Correspondence.from_bytes(corr))
+        layouts = Layout.from_bytes(source), Layout.from_bytes(target)
+        made = plan(*layouts, Correspondence.from_bytes(corr), topology, policy)
         if made._moves != moves or made.digest != claimed:
             raise MappingError(
                 f"plan is stale: it says digest {claimed}, this version plans {made.digest} for its layouts"
@@ -145,11 +132,13 @@ class Plan:
                 out.integers((a.size, a.target_dim, a.target_stride, a.source_dim, a.source_stride))
             out.integers(t.block.target_start)
             out.integers(t.block.source_start)
-            table = np.concatenate(
+            moves = np.concatenate(
                 [t.source_device[:, None], t.target_device[:, None], t.low, t.high], axis=1
             )
-            out.integers(table.shape)
-            out.raw(np.ascontiguousarray(table, "<i8").tobytes())
+            fanout = np.stack([t.fanout_from, t.fanout_to, t.fanout_move], axis=1)
+            for table in (moves, fanout):
+                out.integers(table.shape)
+                out.raw(np.ascontiguousarray(table, "<i8").tobytes())
         out.integer(len(self.instances))
         for i in self.instances:
             out.integers((i.template, *i.shift))
@@ -171,18 +160,25 @@ class Plan:
 
 
 def plan(
-    source: Layout, target: Layout, correspondence: Correspondence, topology: Any = None, policy: Any = None
+    source: Layout,
+    target: Layout,
+    correspondence: Correspondence,
+    topology: Topology | None = None,
+    policy: Policy | None = None,
 ) -> Plan:
     """All copies that turn ``source`` into ``target``, proved complete and disjoint.
 
     ``source``: `Correspondence.export_layout`, or the layout of the parameters (from which it follows).
-    Every element of every target shard is written exactly once, by one source replica.
-    Raises `MappingError` if a layout does not hold each element, or a tensor is missing or of another shape.
+    Every element of every target shard is written exactly once. Source replicas share the load so that the
+    largest time of any node (bytes over rate, ``topology``) is least; ``policy`` says whether each receiving
+    device or each receiving node gets a copy. Raises `MappingError` if a layout does not hold each element
+    exactly once, or a tensor is missing or of another shape.
     """
+    topology, policy = topology or Topology(), policy or Policy()
     source = _export_layout(source, correspondence)
     _check_target(target, correspondence)
     makers: dict[Any, int] = {}
-    drafts: list[tuple[Placement, Placement, int, Block, str]] = []
+    drafts: list[Draft] = []
     instances: list[Instance] = []
     sources = [_leaf_placement(leaf, source) for leaf in correspondence.leaves]
     cuts: dict[Any, list[Block]] = {}
@@ -199,14 +195,14 @@ def plan(
                 key = (id(to), id(place), itemsize, still)
                 if key not in makers:
                     makers[key] = len(drafts)
-                    drafts.append((place, to, itemsize, still, path))
+                    drafts.append(Draft(place, to, itemsize, still, path))
                 instances.append(Instance(makers[key], path, leaf.name, shift))
-    counts = np.bincount([i.template for i in instances], minlength=len(drafts))
-    loads = Loads()
-    made: dict[int, Template] = {}
-    for number in sorted(range(len(drafts)), key=lambda n: -int(counts[n]) * _weight(drafts[n])):
-        made[number] = _template(*drafts[number], int(counts[number]), loads)
-    return Plan(source, target, correspondence, tuple(made[n] for n in range(len(drafts))), tuple(instances))
+    counts = np.bincount(np.array([i.template for i in instances], np.int64), minlength=len(drafts)).tolist()
+    nodes = topology.nodes(source, "source") | {CONSTANT_DEVICE: CONSTANT_DEVICE}
+    rates = {n: topology.rate_of(n, "source") for n in nodes.values()}
+    builder = Builder(nodes, topology.nodes(target, "target"), rates, policy)
+    templates = builder.build(drafts, counts)
+    return Plan(source, target, correspondence, templates, tuple(instances), topology, policy)
 
 
 def _stilled(block: Block, reduced: Reduced) -> tuple[Block, tuple[int, ...]]:
@@ -245,35 +241,11 @@ def _blocks(
     ]
 
 
-def _weight(draft: tuple[Placement, Placement, int, Block, str]) -> int:
-    return draft[3].num_elements * draft[2]
-
-
 def _leaf_placement(leaf: Any, source: Layout) -> Placement:
     if leaf.kind != "constant":
         return source[leaf.name].placement
     shape = (math.prod(leaf.shape),)
     return Placement(shape, (Shard(CONSTANT_DEVICE, CONSTANT_DEVICE, Box.whole(shape)),))
-
-
-def _template(
-    place: Placement, to: Placement, itemsize: int, block: Block, name: str, count: int, loads: Loads
-) -> Template:
-    pairs = match(block, reduce(to, True), reduce(place, False), name)
-    holders = [[s.device for s in shards] for shards in place.by_box.values()]
-    takers = [[s.device for s in shards] for shards in to.by_box.values()]
-    senders, receivers, rows = [], [], []
-    for row, (s, t, volume) in enumerate(
-        zip(pairs.source, pairs.target, volumes(pairs.low, pairs.high), strict=True)
-    ):
-        for device in takers[t]:
-            senders.append(loads.take(holders[s], int(volume) * itemsize * count))
-            receivers.append(device)
-            rows.append(row)
-    return Template(
-        place, to, itemsize, block, np.array(senders, np.int64), np.array(receivers, np.int64),
-        pairs.low[rows], pairs.high[rows],
-    )  # fmt: skip
 
 
 def _export_layout(source: Layout, corr: Correspondence) -> Layout:
