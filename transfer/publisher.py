@@ -43,6 +43,7 @@ from jaxrl_sync.transfer.pairing import Pairing, compare_layouts
 from jaxrl_sync.transfer.version import Version
 
 KEPT_TICKETS = 64
+MAX_HANDSHAKES = 64
 
 logger = logging.getLogger("jaxrl_sync.transfer")
 
@@ -92,6 +93,7 @@ class Publisher:
         self._convert = convert
         self._lock = threading.Lock()
         self._planning = threading.Lock()
+        self._handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
         self._stats = PublisherStats()
         self._pairings: dict[tuple[str, str], Pairing] = {}
         self._kinds: dict[str, Correspondence] = {}
@@ -321,6 +323,10 @@ class Publisher:
             except OSError:
                 return
             peer = f"{address[0]}:{address[1]}"
+            if not self._handshakes.acquire(blocking=False):
+                logger.warning("connection from %s: %d others are still unproven", peer, MAX_HANDSHAKES)
+                sock.close()
+                continue
             threading.Thread(
                 target=self._welcome, args=(sock, peer), name="publisher-welcome", daemon=True
             ).start()
@@ -338,6 +344,8 @@ class Publisher:
         except TransferError as error:
             logger.warning("connection from %s: %s", peer, error)
             sock.close()
+        finally:
+            self._handshakes.release()
 
     def _hand_over(self, connection: wire.Connection, hello: dict[str, Any], link: str) -> None:
         if hello.get("purpose") == "weights":

@@ -217,6 +217,33 @@ def test_bad_and_oversized_bodies_are_refused_and_the_hub_lives(hub: ServerThrea
     assert httpx.get(f"{hub.url}/v1/status", headers=headers).status_code == 200
 
 
+def test_a_client_that_never_finishes_its_headers_is_cut_off(
+    token_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxrl_sync.transfer.hub.server.HEADERS_TIMEOUT_S", 0.3)
+    hub = ServerThread(token_file)
+    try:
+        host, port = hub.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), 5) as slow:
+            slow.sendall(b"POST /v1/event/register HTTP/1.1\r\nHost: x\r\n")
+            slow.settimeout(5)
+            assert slow.recv(100) == b""
+        with HubClient(hub.url, token_file) as client:
+            time.sleep(0.5)  # idle, but within its keep-alive time
+            assert client.status()["members"] == []
+    finally:
+        hub.close()
+
+
+def test_only_loopback_is_quiet(token_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stop = threading.Event()
+    stop.set()
+    run_hub("127.0.0.1", 0, token_file, stop=stop)
+    assert "LISTENS" not in caplog.text
+    run_hub("0.0.0.0", 0, token_file, stop=stop)
+    assert "THE HUB LISTENS ON 0.0.0.0" in caplog.text
+
+
 def test_taken_port_is_a_named_error(token_file: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

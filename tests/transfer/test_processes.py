@@ -91,8 +91,8 @@ class Peer:
 class Cast:
     """The processes of one test on one hub."""
 
-    def __init__(self, hub: ServerThread, token_file: Path) -> None:
-        self.common = {"hub": hub.url, "token": str(token_file)}
+    def __init__(self, hub_url: str, token_file: Path) -> None:
+        self.common = {"hub": hub_url, "token": str(token_file)}
         self.peers: list[Peer] = []
 
     def trainer(self, lineage: str, devices: int = 4, **options: Any) -> Peer:
@@ -108,7 +108,7 @@ class Cast:
 
 @pytest.fixture
 def cast(hub: ServerThread, token_file: Path) -> Iterator[Cast]:
-    made = Cast(hub, token_file)
+    made = Cast(hub.url, token_file)
     yield made
     for peer in made.peers:
         peer.close()
@@ -206,6 +206,64 @@ def test_kill_and_stop_of_the_sender_in_mid_transfer(cast: Cast, token_file: Pat
     last.expect("ready")
     expected = last.publish(1)
     assert reach(engine, "c:1", 120)["digest"] == expected
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.invariant(32)
+def test_killed_receiver_in_mid_transfer_disturbs_nobody(cast: Cast, transport: str) -> None:
+    big: dict[str, Any] = {"transport": transport, "vocab": 1 << 18}
+    trainer, victim, other = cast.trainer("a", **big), cast.engine("x", **big), cast.engine("y", **big)
+    for peer in (trainer, victim, other):
+        peer.expect("ready")
+    expected = trainer.publish(0)
+    assert reach(victim, "a:0", 120)["digest"] == reach(other, "a:0", 120)["digest"] == expected
+    trainer.tell(publish=1, wait=20)
+    victim.expect("preparing")
+    victim.kill()
+    answer = trainer.expect("published")
+    assert answer["state"] in ("partially_committed", "committed")  # the kill may come just after the swap
+    assert reach(other, "a:1", 120)["digest"] == answer["expected"]
+    again = cast.engine("x", **big)
+    again.expect("ready")
+    assert reach(again, "a:1", 120)["digest"] == answer["expected"]
+
+
+@pytest.mark.invariant(19)
+def test_killed_hub_comes_back_and_syncs_go_on(tmp_path: Path, token_file: Path) -> None:
+    code = (
+        "import sys; from jaxrl_sync.transfer.hub.server import run_hub;"
+        "run_hub('127.0.0.1', int(sys.argv[1]), sys.argv[2], announce=lambda url: print(url, flush=True))"
+    )
+
+    def start(port: int) -> tuple[subprocess.Popen[str], str]:
+        command = [sys.executable, "-c", code, str(port), str(token_file)]
+        hub = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert hub.stdout is not None
+        return hub, hub.stdout.readline().strip()
+
+    hub, url = start(0)
+    peers = Cast(url, token_file)
+    try:
+        trainer, engine = peers.trainer("a"), peers.engine("x")
+        for peer in (trainer, engine):
+            peer.expect("ready")
+        expected = trainer.publish(0)
+        assert reach(engine, "a:0")["digest"] == expected
+        hub.kill()
+        hub.wait(10)
+        expected = trainer.publish(1)  # training goes on without a hub
+        if hub.stdout is not None:
+            hub.stdout.close()
+        hub, again = start(int(url.rsplit(":", 1)[1]))
+        assert again == url
+        assert reach(engine, "a:1")["digest"] == expected
+    finally:
+        for peer in peers.peers:
+            peer.close()
+        hub.kill()
+        hub.wait(10)
+        if hub.stdout is not None:
+            hub.stdout.close()
 
 
 def free_port() -> int:
