@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from typing import Any
 
@@ -78,10 +77,10 @@ def test_demonstrations_go_round_the_train_split() -> None:
 def test_answers_never_reach_an_eval_of_the_package(task: ReasoningTask, tmp_path: Any) -> None:
     target = tmp_path / "written"
     attack = f"open({str(target)!r}, 'w')"
-    for name, options in (("binary_matrix", {}), ("spiral_matrix", {}), ("n_queens", {})):
+    for name in ("binary_matrix", "spiral_matrix", "n_queens"):
         args = ReasoningArgs(
             dataset=name,
-            options=json.dumps(options),
+            options="{}",
             after="",
             alphabet="\n" + "".join(map(chr, range(32, 127))),
             vocab_size=0,
