@@ -70,6 +70,17 @@ _WRAPPERS = frozenset(
 )
 
 
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """(constants, carried values) of a scan: the first operands in that order.
+
+    Up to jax 0.10 the counts are parameters; later versions keep the operands' tree instead.
+    """
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))
+
+
 class Interpreter:
     """Runs programs on abstract values and collects the sources."""
 
@@ -225,16 +236,17 @@ class Interpreter:
 
     def _scan(self, eqn: Any, args: list[Abstract], place: NodeKey) -> list[Abstract]:
         p = eqn.params
-        consts, rest = args[: p["num_consts"]], args[p["num_consts"] :]
-        carry, xs = rest[: p["num_carry"]], rest[p["num_carry"] :]
+        num_consts, num_carry = scan_counts(eqn)
+        consts, rest = args[:num_consts], args[num_consts:]
+        carry, xs = rest[:num_carry], rest[num_carry:]
         rounds = range(p["length"])
         ys: dict[int, list[Abstract]] = {}
         for i in reversed(rounds) if p["reverse"] else rounds:
             row = [self._row(x, i) for x in xs]
             outs = self.run(p["jaxpr"], [*consts, *carry, *row], (*place, i))
-            carry, ys[i] = outs[: p["num_carry"]], outs[p["num_carry"] :]
+            carry, ys[i] = outs[:num_carry], outs[num_carry:]
         stacked: list[Abstract] = []
-        for k, var in enumerate(eqn.outvars[p["num_carry"] :]):
+        for k, var in enumerate(eqn.outvars[num_carry:]):
             rows = [self.value(ys[i][k]) for i in rounds]
             if rows:
                 stacked.append(stack(rows, 0))
@@ -292,14 +304,15 @@ def _open(
     if eqn.primitive.name == "cond":
         index = next(key[len(here)] for key in wanted if key[: len(here)] == here)
         return evaluate(p["branches"][index], values[1:], wanted, (*here, index))
-    consts, rest = values[: p["num_consts"]], values[p["num_consts"] :]
-    carry, xs = rest[: p["num_carry"]], rest[p["num_carry"] :]
+    num_consts, num_carry = scan_counts(eqn)
+    consts, rest = values[:num_consts], values[num_consts:]
+    carry, xs = rest[:num_carry], rest[num_carry:]
     found: dict[NodeKey, Any] = {}
     ys: dict[int, list[Any]] = {}
     for i in reversed(range(p["length"])) if p["reverse"] else range(p["length"]):
         outs, inner_found = evaluate(p["jaxpr"], [*consts, *carry, *(x[i] for x in xs)], wanted, (*here, i))
         found.update(inner_found)
-        carry, ys[i] = outs[: p["num_carry"]], outs[p["num_carry"] :]
-    count = len(eqn.outvars) - p["num_carry"]
+        carry, ys[i] = outs[:num_carry], outs[num_carry:]
+    count = len(eqn.outvars) - num_carry
     stacked = [jax.numpy.stack([ys[i][k] for i in range(p["length"])]) for k in range(count)]
     return [*carry, *stacked], found

@@ -64,7 +64,7 @@ def test_bytes_round_trip_and_digest_is_a_golden_number() -> None:
     assert layout.digest == "452d6b9085346c6254de7588c4062c2a"
 
 
-@pytest.mark.parametrize("cut", [0, 5, 20, 40])
+@pytest.mark.parametrize("cut", [0, 5, 20, 30])
 def test_corrupted_bytes_are_refused(cut: int) -> None:
     data = Layout.of({"a": abstract((3,), "float32", mesh((2,), ("x",)))}).to_bytes()
     with pytest.raises(MappingError):
