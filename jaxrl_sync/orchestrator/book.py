@@ -34,6 +34,7 @@ class Book:
         self.retries: collections.deque[tuple[Draw, int]] = collections.deque()
         self.reasons: collections.Counter[str] = collections.Counter()
         self.records: collections.deque[Record] = collections.deque(maxlen=256)
+        self.details: dict[str, str] = {}
         self.late = 0
         self.prompts_given_up = 0
         self.eval_waiting = 0
@@ -109,13 +110,18 @@ class Book:
         self._release(group, 1)
         return group
 
-    def lose(self, gid: int, index: int, fate: Fate, reason: str) -> OpenGroup | None:
-        """Sample ``index`` ends without a result (or its scoring failed); the others of its group go on."""
+    def lose(self, gid: int, index: int, fate: Fate, reason: str, detail: str = "") -> OpenGroup | None:
+        """Sample ``index`` ends without a result (or its scoring failed); the others of its group go on.
+
+        ``reason`` is one of a few words that are counted; ``detail`` is what error messages show of it.
+        """
         group = self.open.get(gid)
         if group is None or group.members[index] not in ("running", "arrived"):
             self.late += 1
             return None
         self._end_members(group, [index], fate, reason)
+        if detail:
+            self.details[reason] = detail[:300]
         return group
 
     def cancel(self, gid: int, fate: Fate, reason: str) -> OpenGroup | None:
@@ -400,5 +406,6 @@ class Book:
         if self._failed_in_row >= cap or self._empty_in_row >= cap * self.config.prompts_per_step:
             raise BarrenError(
                 f"{self._empty_in_row} prompts in a row gave nothing to train on (cap: {cap} that fail or "
-                f"{cap} batches that are filtered); the last one, item {draw.item}, ended as: {reason}"
+                f"{cap} batches that are filtered); the last one, item {draw.item}, ended as: "
+                f"{self.details.get(reason, reason)}"
             )

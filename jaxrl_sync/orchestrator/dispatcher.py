@@ -159,10 +159,10 @@ class RolloutDispatcher:
                 self.tokens_generated += episode.num_sampled_tokens
             self._signal.notify()
 
-        def on_loss(index: int, fate: Fate, reason: str) -> None:
+        def on_loss(index: int, fate: Fate, reason: str, detail: str) -> None:
             nonlocal retry, last_reason
             retry, last_reason = fate == "errored", reason
-            self._book.lose(group.gid, index, fate, reason)
+            self._book.lose(group.gid, index, fate, reason, detail)
             self._signal.notify()
 
         try:

@@ -194,8 +194,9 @@ class EvalSink:
             alive = [e for e in run.engines if e.state != "gone" and e.version == run.version]
             if not alive:
                 break
-            self._issue(run, [e for e in alive if e.serves])
-            self._book.eval_waiting = len(run.waiting) * self._config.eval.samples
+            able = [e for e in alive if e.serves]
+            self._issue(run, able)
+            self._book.eval_waiting = len(run.waiting) * self._config.eval.samples if able else 0
             if not run.over:
                 await self._signal.changed(seen, self._config.poll_s)
         for gid in list(run.open):

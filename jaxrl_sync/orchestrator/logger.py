@@ -10,7 +10,7 @@ import asyncio
 import collections
 import math
 import resource
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ _TICK_S = 0.05
 _WRITE_S = 30.0
 
 
-def percentile(values: Sequence[float], q: float) -> float:
+def percentile(values: Collection[float], q: float) -> float:
     """The nearest-rank percentile, 0 for no values."""
     if not values:
         return 0.0
@@ -29,7 +29,7 @@ def percentile(values: Sequence[float], q: float) -> float:
     return ordered[min(len(ordered) - 1, max(0, math.ceil(q * len(ordered)) - 1))]
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
+def spread(values: Collection[float]) -> dict[str, float]:
     """median, p99 and max of some seconds."""
     return {
         "median": percentile(values, 0.5),

@@ -25,17 +25,17 @@ from jaxrl_sync.orchestrator.threads import CallPool
 from jaxrl_sync.tasks.protocol import Environment, Step, Task
 
 OnEpisode = Callable[[int, Episode], None]
-OnLoss = Callable[[int, Fate, str], None]
+OnLoss = Callable[[int, Fate, str, str], None]
 _MAX_RESUMES = 16
 
 
 class EpisodeError(Exception):
-    """An episode that can't be completed: how its sample is counted and why."""
+    """An episode that can't be completed: how its sample is counted, under which word, and what happened."""
 
-    def __init__(self, fate: Fate, reason: str) -> None:
-        super().__init__(reason)
+    def __init__(self, fate: Fate, reason: str, detail: str = "") -> None:
+        super().__init__(detail or reason)
         self.fate: Fate = fate
-        self.reason = reason
+        self.reason, self.detail = reason, detail
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,11 +69,11 @@ class Player:
             uid, prompt = await self._prompt(uid_of)
             budget = self._turn_budget(table, sampling.max_tokens, len(prompt))
             if budget < 1:
-                raise EpisodeError("errored", f"prompt of {len(prompt)} tokens leaves no room")
+                raise EpisodeError("errored", "prompt_too_long", f"prompt {uid} has {len(prompt)} tokens")
             first = await self._ask(table, request_id, prompt, group.size, budget)
         except EpisodeError as error:
             for index in range(group.size):
-                on_loss(index, error.fate, error.reason)
+                on_loss(index, error.fate, error.reason, error.detail)
             return
         members = (
             self._member(table, _Context(uid, index, list(prompt), sampling.max_tokens), turn)
@@ -94,7 +94,7 @@ class Player:
         try:
             return await self.calls.run(make, timeout_s=self.env_timeout_s, what="a prompt")
         except Exception as error:  # whatever a task raises is its prompt's failure
-            raise EpisodeError("errored", f"prompt:{type(error).__name__}") from error
+            raise _task_error("prompt", error) from error
 
     async def _member(self, table: _Request, context: _Context, turn: Turn) -> Episode:
         turns: list[Turn] = []
@@ -154,7 +154,7 @@ class Player:
         except DeadlineError:
             raise EpisodeError("errored", "environment:timeout") from None
         except Exception as error:  # whatever a task raises is the episode's failure
-            raise EpisodeError("errored", f"environment:{type(error).__name__}") from error
+            raise _task_error("environment", error) from error
 
     async def _ask(
         self,
@@ -218,9 +218,8 @@ class _Request:
         samples, timing = answer.get("samples", ()), answer.get("timing", {})
         foreign = [x for x in answer.get("lineages", ()) if x != self.group.version.lineage]
         if len(samples) != n or foreign:
-            raise EpisodeError(
-                "errored", f"engine answered {len(samples)} of {n} samples, lineages {foreign}"
-            )
+            detail = f"{self.engine.name} answered {len(samples)} of {n} samples, foreign lineages {foreign}"
+            raise EpisodeError("errored", "engine:malformed", detail)
         try:
             return [
                 Turn(
@@ -235,7 +234,7 @@ class _Request:
                 for s in samples
             ]
         except (RolloutError, KeyError, TypeError) as error:
-            raise EpisodeError("errored", f"malformed answer: {error}") from error
+            raise EpisodeError("errored", "engine:malformed", f"{self.engine.name}: {error}") from error
 
     def episode(self, context: _Context, turns: list[Turn]) -> Episode:
         try:
@@ -250,7 +249,7 @@ class _Request:
                 ended_s=time.monotonic(),
             )
         except RolloutError as error:
-            raise EpisodeError("errored", f"malformed episode: {error}") from error
+            raise EpisodeError("errored", "engine:malformed", f"{self.engine.name}: {error}") from error
 
 
 async def _collect(tasks: Sequence[asyncio.Future[Episode]], on_episode: OnEpisode, on_loss: OnLoss) -> None:
@@ -264,9 +263,15 @@ async def _collect(tasks: Sequence[asyncio.Future[Episode]], on_episode: OnEpiso
             if error is None:
                 on_episode(index_of[task], task.result())
             elif isinstance(error, EpisodeError):
-                on_loss(index_of[task], error.fate, error.reason)
+                on_loss(index_of[task], error.fate, error.reason, error.detail)
             else:
                 raise error
+
+
+def _task_error(call: str, error: Exception) -> EpisodeError:
+    """Whatever a task raises, as the end of one episode."""
+    name = type(error).__name__
+    return EpisodeError("errored", f"{call}:{name}", f"{call} raised {name}: {error}")
 
 
 def _join(turn: Turn, more: Turn) -> Turn:

@@ -38,6 +38,7 @@ class Scorer:
     ) -> None:
         self._task, self._book, self._calls, self._timeout_s = task, book, calls, timeout_s
         self._normalize_std = normalize_std
+        self.last_failure = "score"
 
     async def score(self, group: OpenGroup, episodes: dict[int, Episode]) -> Scored | None:
         """Score the arrived members; a member whose scoring fails counts as errored and leaves the group.
@@ -50,7 +51,10 @@ class Scorer:
             if isinstance(outcome, Reward):
                 rewarded.append(dataclasses.replace(episodes[index], reward=outcome))
             else:
-                self._book.lose(group.gid, index, "errored", f"score:{type(outcome).__name__}")
+                name = type(outcome).__name__
+                detail = f"score raised {name}: {outcome}"
+                self._book.lose(group.gid, index, "errored", f"score:{name}", detail)
+                self.last_failure = f"score:{name}"
         if not rewarded or group.gid not in self._book.open:
             return None
         rewarded.sort(key=lambda e: e.index)

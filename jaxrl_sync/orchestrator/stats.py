@@ -18,6 +18,7 @@ from jaxrl_sync.orchestrator.train_sink import BatchFacts
 from jaxrl_sync.orchestrator.weight_watcher import Swap
 
 STALL_KEY = "publish_s"
+_KEPT = 20_000  # the latest swaps and stalls that percentiles are taken over
 
 
 class RunStats:
@@ -27,9 +28,12 @@ class RunStats:
         self._book, self._policy, self._steps = book, policy, steps
         self.began_at, self._began = time.time(), time.monotonic()
         self._first_sync: float | None = None
-        self.swaps: list[Swap] = []
+        self.swaps: collections.deque[Swap] = collections.deque(maxlen=_KEPT)
+        self.swap_count = self.syncs = 0
+        self._newest_swapped = -1
         self._new_swaps: list[Swap] = []
-        self.stalls_s: list[float] = []
+        self.stalls_s: collections.deque[float] = collections.deque(maxlen=_KEPT)
+        self.stall_total_s = 0.0
         self.staleness: collections.Counter[int] = collections.Counter()
         self.samples = self.multi_version = self.loss_tokens = 0
         self.evals: list[EvalResult] = []
@@ -41,6 +45,9 @@ class RunStats:
         """An engine took a version."""
         self._first_sync = self._first_sync or time.monotonic()
         self.swaps.append(swap)
+        self.swap_count += 1
+        self.syncs += swap.number > self._newest_swapped
+        self._newest_swapped = max(self._newest_swapped, swap.number)
         self._new_swaps.append(swap)
 
     def on_step(self, facts: BatchFacts, ack: Ack, ack_s: float, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,6 +59,7 @@ class RunStats:
         self.reward, self.steps_done = facts.reward_mean, self.steps_done + 1
         if ack.metrics.get(STALL_KEY):
             self.stalls_s.append(float(ack.metrics[STALL_KEY]))
+            self.stall_total_s += float(ack.metrics[STALL_KEY])
         now = time.monotonic()
         step_s, self._last_step_t = now - self._last_step_t, now
         swaps, self._new_swaps = self._new_swaps, []
@@ -155,7 +163,7 @@ class RunStats:
             "inflight": book.permits.held,
             "samples": sum(f.submitted - f.running for f in flows),
             "queued": book.flow["train"].queued,
-            "swaps": len(self.swaps),
+            "swaps": self.swap_count,
             "rss_bytes": rss_bytes(),
         }
 
@@ -164,7 +172,6 @@ class RunStats:
         wall_s = time.monotonic() - self._began
         real = [s for s in self.swaps if s.pause_s > 0]
         accuracies = [e.accuracy for e in self.evals]
-        numbers = {s.number for s in self.swaps}
         per_sync: collections.Counter[int] = collections.Counter()
         for swap in real:
             per_sync[swap.number] += swap.bytes
@@ -174,8 +181,8 @@ class RunStats:
             "cause": cause,
             "steps": self.steps_done,
             "version": self._policy.committed,
-            "syncs": len(numbers),
-            "swaps": len(self.swaps),
+            "syncs": self.syncs,
+            "swaps": self.swap_count,
             "wall_s": wall_s,
             "eval": {"before": first, "after": accuracies[-1] if accuracies else None},
             "evals": [{"version": e.version.number, "accuracy": e.accuracy} for e in self.evals],
@@ -185,7 +192,7 @@ class RunStats:
             "bytes_per_sync": percentile([float(b) for b in per_sync.values()], 0.5) if real else None,
             "bytes_per_swap": percentile([float(s.bytes) for s in real], 0.5) if real else None,
             "pause_s": spread([s.pause_s for s in real]),
-            "stall_s": {**spread(self.stalls_s), "total": sum(self.stalls_s)},
+            "stall_s": {**spread(self.stalls_s), "total": self.stall_total_s},
             "staleness": {str(k): n for k, n in sorted(self.staleness.items())},
             "stale_fraction": stale / max(1, self.samples),
             "multi_version_fraction": self.multi_version / max(1, self.samples),

@@ -126,6 +126,7 @@ class Simulation:
         for gid in self.book.expired_groups(self.now):
             assert self.book.drop_expired(gid) is not None
         self._ship()
+        self._issue_eval()
         while True:
             views = [
                 EngineView(e.name, Version(LINEAGE, e.number), 8)

@@ -227,7 +227,7 @@ def _play(
             SamplingConfig(max_tokens=max_tokens),
             False,
             lambda index, episode: episodes.update({index: episode}),
-            lambda index, fate, reason: losses.update({index: (fate, reason)}),
+            lambda index, fate, reason, detail: losses.update({index: (fate, reason)}),
         )
 
     asyncio.run(case())

@@ -124,7 +124,10 @@ def test_a_task_that_only_raises_ends_the_run_with_its_cause(tmp_path: Path) -> 
     args = {"size": 10, "max_new_tokens": 4, "score_raises": "*"}
     with world(tmp_path) as (url, _, _trainer):
         running = Running(context(tmp_path, url, task={"args": args}, loop={"max_consecutive_drops": 5}))
-        with pytest.raises(Exception, match="5 prompts in a row gave nothing to train on") as caught:
+        with pytest.raises(
+            Exception,
+            match=r"5 prompts in a row gave .* ended as: score raised InjectedError: injected fault in score",
+        ) as caught:
             running.join(60)
         assert running.exit_code == 1 and isinstance(caught.value, BarrenError)
         assert "BarrenError" in running.summary["cause"]
