@@ -309,6 +309,8 @@ class Subscriber:
             try:
                 self._advance(offer, "begun", limit_s)
             except HubRefused as error:
+                if error.code not in ("round_over", "unknown_round"):
+                    raise
                 offer = self._other(offer, deadline, error)
                 continue
             with self._changed:

@@ -332,8 +332,53 @@ def test_discarded_updates_are_offered_again(rig: Rig) -> None:
     assert version == Version("a", 0)
 
 
-@pytest.mark.invariant(65)
 @pytest.mark.invariant(34)
+def test_buffers_stay_until_the_transfer_that_reads_them_has_ended(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jaxrl_sync.transfer.transports.shm import ShmSender
+
+    params, later = trainer_params(), trainer_params(seed=8)
+    publisher, subscriber = rig.publisher(params), rig.subscriber()
+    real = ShmSender.send
+
+    def send(self: Any, ready: Any, sources: Any, deadline: float) -> None:
+        if publisher.stats()["published"] == 1:
+            publisher.publish(later, Version("a", 1))  # supersedes what is being sent
+        real(self, ready, sources, deadline)
+
+    monkeypatch.setattr(ShmSender, "send", send)
+    publisher.publish(params, Version("a", 0))
+    version, tree = take(subscriber)
+    assert version == Version("a", 0) and same_bits(tree, convert(params))
+    version, tree = take(subscriber)
+    assert version == Version("a", 1) and same_bits(tree, convert(later))
+
+
+@pytest.mark.invariant(29)
+def test_a_version_that_goes_between_begin_and_ready_is_replaced_by_the_newest(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jaxrl_sync.transfer.inbound import Inbound
+
+    params, later = trainer_params(), trainer_params(seed=8)
+    publisher, subscriber = rig.publisher(params), rig.subscriber()
+    real = Inbound.take
+
+    def take_late(self: Any, *args: Any) -> Any:
+        if publisher.stats()["published"] == 1:
+            publisher.publish(later, Version("a", 1))
+        return real(self, *args)
+
+    monkeypatch.setattr(Inbound, "take", take_late)
+    publisher.publish(params, Version("a", 0))
+    update = subscriber.poll(10)
+    assert update is not None and update.version == Version("a", 0)
+    assert update.prepare().version == update.version == Version("a", 1)
+    assert same_bits(update.swap(), convert(later))
+
+
+@pytest.mark.invariant(65)
 def test_hub_restart_is_ridden_out(hub: ServerThread, rig: Rig, token_file: Path) -> None:
     params = trainer_params()
     publisher, subscriber = rig.publisher(params), rig.subscriber()

@@ -46,7 +46,7 @@ _HTTP = {"unknown_member": 409, "replaced": 409, "regress": 409, "unknown_round"
 logger = logging.getLogger("jaxrl_sync.hub")
 
 
-class PatientProtocol(H11Protocol):
+class ImpatientProtocol(H11Protocol):
     """uvicorn's HTTP/1.1, but a connection that doesn't finish a request's headers in time is closed."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -382,7 +382,7 @@ async def _serve(
         log_config=None,
         access_log=False,
         limit_concurrency=2048,
-        http=PatientProtocol,
+        http=ImpatientProtocol,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=1,
         lifespan="on",

@@ -40,6 +40,7 @@ class Receiver(Protocol):
 
     def ready(self, slot: Any) -> dict[str, Any]:
         """What the sender must know to write this slot."""
+        ...
 
     def receive(self, views: Shards, deadline: float) -> None:
         """Take in the edge's bytes (nothing to do where the sender writes the slot itself)."""

@@ -25,10 +25,11 @@ class ShmSender:
     def map(self, segment: dict[str, Any]) -> ForeignMemory:
         """Open a segment as ``SharedMemory.describe`` says, or find it open. TransferError."""
         name, nonce, nbytes = segment.get("name"), segment.get("nonce"), segment.get("nbytes")
-        if not isinstance(name, str) or not isinstance(nonce, str) or nbytes != self._slot.total_bytes:
-            raise TransferError(f"segment {name!r} of {nbytes!r} bytes, expected {self._slot.total_bytes}")
+        wanted = self._slot.total_bytes
+        if not isinstance(name, str) or not isinstance(nonce, str) or nbytes != wanted:
+            raise TransferError(f"segment {name!r} of {nbytes!r} bytes, expected {wanted}")
         if name not in self._open:
-            memory = ForeignMemory(name, nonce, nbytes, self._run_id)
+            memory = ForeignMemory(name, nonce, wanted, self._run_id)
             self._open[name] = memory, self._slot.views(memory.data)
         return self._open[name][0]
 
