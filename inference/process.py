@@ -27,6 +27,7 @@ from jaxrl_sync.inference import probe
 from jaxrl_sync.inference.chat import chat_format
 from jaxrl_sync.inference.config import EngineConfig
 from jaxrl_sync.inference.engine import Engine
+from jaxrl_sync.inference.engine_thread import EngineThread
 from jaxrl_sync.inference.errors import EngineError, RankDiedError
 from jaxrl_sync.inference.group import Follower, Leader
 from jaxrl_sync.inference.openai_api import OpenAIModel
@@ -43,7 +44,6 @@ from jaxrl_sync.transfer.subscriber import Subscriber
 
 WORLD_TIMEOUT_S = 120.0
 DRAIN_S = 5.0
-SPAN_S = 0.5
 Announce = Callable[..., None]
 log = logging.getLogger("jaxrl_sync.inference.process")
 
@@ -93,7 +93,7 @@ def run(
 
     The engine's mesh is one axis over all devices of all its ranks. ``announce(url)`` is called once the
     first version serves (followers: ``announce()`` once they have joined). ``record`` gets timeline rows.
-    Blocks; drains on ``stop``. Raises UserError for what a user can mend; a rank that loses a peer ends by itself.
+    Blocks; drains on ``stop``. Raises UserError for what a user can mend; a rank without peer ends itself.
     """
     spec = Spec(
         engine, model, subscriber, dtype, swap_policy, hub_url, token_file, host, port, replica, coordinator,
@@ -255,48 +255,3 @@ def _follow(spec: Spec, mesh: Mesh, target: Any, token: str, announce: Announce,
         announce()
         while (plan := follower.next_plan()) is not None:
             runner.execute(plan)
-
-
-class EngineThread:
-    """Runs an engine's steps on a thread of its own and records when it generates; ends with ``with``."""
-
-    def __init__(self, engine: Engine, record: Record) -> None:
-        self._engine, self._record = engine, record
-        self._stop = threading.Event()
-        self._error: BaseException | None = None
-        self._span: tuple[float, float] | None = None
-        self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
-
-    def __enter__(self) -> EngineThread:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(60.0)
-        if self._thread.is_alive():
-            log.warning("a step still runs 60 s after the engine was told to end; leaving it")
-
-    def check(self) -> None:
-        """Raise what ended the thread, if something did."""
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        try:
-            self._engine.run(self._stop, self._busy)
-        except BaseException as error:
-            self._error = error
-        self._flush()
-
-    def _busy(self, t0: float, t1: float) -> None:
-        """Join steps without a gap into rows of at most ``SPAN_S``."""
-        if self._span is not None and (t0 - self._span[1] > 0.05 or t1 - self._span[0] > SPAN_S):
-            self._flush()
-        self._span = (self._span[0] if self._span else t0, t1)
-
-    def _flush(self) -> None:
-        version = self._engine.version
-        if self._span is not None and version is not None:
-            self._record("generate", *self._span, version=version.number)
-        self._span = None

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from jaxrl_sync.inference.chat import chat_format
 from jaxrl_sync.inference.checkpoint import load_engine, read_config
 from jaxrl_sync.inference.config import EngineConfig, EngineConfigError
 from jaxrl_sync.inference.engine import Engine
+from jaxrl_sync.inference.engine_thread import EngineThread
 from jaxrl_sync.inference.errors import EngineError
 from jaxrl_sync.inference.front import SwapReport
 from jaxrl_sync.inference.openai_api import OpenAIModel
@@ -30,8 +30,6 @@ from jaxrl_sync.inference.server import EngineServer, ServerConfig
 from jaxrl_sync.inference.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig, Tree, engine_abstract
 from jaxrl_sync.transfer.version import Version
-
-log = logging.getLogger("jaxrl_sync.inference.standalone")
 
 # Compiling every shape of a large model on a slow machine; until then health says "starting".
 START_DEADLINE_S = 1800.0
@@ -79,7 +77,7 @@ def serve_standalone(
     engine = Engine(engine_config, model, mesh, dtype=np.dtype(spec.dtype), warm_up=True)
     try:
         with EngineServer(engine, token=token, config=server, openai=openai) as http:
-            with _EngineThread(engine) as thread:
+            with EngineThread(engine) as thread:
                 installed = engine.install(_weights(spec, model, mesh), Version(_lineage(spec), 0))
                 if _wait(installed, thread, stop):
                     announce(http.url)
@@ -137,40 +135,7 @@ def random_weights(model: DecoderConfig, mesh: Mesh, dtype: Any, seed: int) -> T
     return tree
 
 
-class _EngineThread:
-    """Runs the engine's steps on a thread of its own, so that they go on while the server drains."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._stop = threading.Event()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
-
-    def _run(self) -> None:
-        try:
-            self._engine.run(self._stop)
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._engine.close()  # what still waits fails now, not at its deadline
-
-    def check(self) -> None:
-        """Raises what ended the engine, if something did."""
-        if self._error is not None:
-            raise self._error
-
-    def __enter__(self) -> _EngineThread:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(timeout=60.0)
-        if self._thread.is_alive():
-            log.warning("engine still in a step 60 s after it was told to end; leaving it")
-
-
-def _wait(installed: Future[SwapReport], thread: _EngineThread, stop: threading.Event) -> bool:
+def _wait(installed: Future[SwapReport], thread: EngineThread, stop: threading.Event) -> bool:
     """Whether the weights serve; False when told to stop before. Raises EngineError at the deadline."""
     end = time.monotonic() + START_DEADLINE_S
     while not installed.done():

@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +18,7 @@ from jaxrl_sync.inference import http_shell
 from jaxrl_sync.inference.chat import chat_format
 from jaxrl_sync.inference.config import EngineConfig
 from jaxrl_sync.inference.engine import Engine
+from jaxrl_sync.inference.engine_thread import EngineThread
 from jaxrl_sync.inference.errors import SwapTimeoutError
 from jaxrl_sync.inference.openai_api import OpenAIModel
 from jaxrl_sync.inference.server import EngineServer, PortInUseError, ServerConfig
@@ -34,26 +34,10 @@ CONFIG = EngineConfig(
 DIGITS = CharTokenizer("0123456789+= ", size=24)
 
 
-class Running:
-    """An engine that steps on a thread of its own, for the length of a test module."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.stop = threading.Event()
-        self.thread = threading.Thread(target=engine.run, args=(self.stop,))
-        self.thread.start()
-
-    def close(self) -> None:
-        self.stop.set()
-        self.thread.join(60)
-        self.engine.close()
-
-
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    running = Running(make_engine(CONFIG))
-    yield running.engine
-    running.close()
+    with make_engine(CONFIG) as engine, EngineThread(engine):
+        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -272,19 +256,35 @@ def test_engine_without_hub_or_tokenizer_says_so(engine: Engine) -> None:
 
 
 def test_engine_without_weights_refuses_until_it_has_them() -> None:
-    running = Running(Engine(CONFIG, make_engine(CONFIG).model, tp_mesh()))
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    try:
-        with EngineServer(running.engine, token=TOKEN) as server:
-            assert httpx.get(server.url + "/health").json() == {"state": "starting", "version": None}
-            answer = httpx.post(server.url + "/generate", headers=headers, json=generate_body("s"))
-            assert answer.status_code == 503 and answer.json()["error"]["type"] == "NotServingError"
-            running.engine.poison("half a version")
-            assert httpx.get(server.url + "/health").json()["state"] == "poisoned"
-            answer = httpx.post(server.url + "/generate", headers=headers, json=generate_body("s"))
-            assert answer.status_code == 503 and "half a version" in answer.json()["error"]["message"]
-    finally:
-        running.close()
+    with (
+        Engine(CONFIG, make_engine(CONFIG).model, tp_mesh()) as engine,
+        EngineThread(engine),
+        EngineServer(engine, token=TOKEN) as server,
+    ):
+        assert httpx.get(server.url + "/health").json() == {"state": "starting", "version": None}
+        answer = httpx.post(server.url + "/generate", headers=headers, json=generate_body("s"))
+        assert answer.status_code == 503 and answer.json()["error"]["type"] == "NotServingError"
+        engine.poison("half a version")
+        assert httpx.get(server.url + "/health").json()["state"] == "poisoned"
+        answer = httpx.post(server.url + "/generate", headers=headers, json=generate_body("s"))
+        assert answer.status_code == 503 and "half a version" in answer.json()["error"]["message"]
+
+
+def test_step_that_raises_fails_the_waiting_client_at_once() -> None:
+    def transmit(plan: object) -> None:
+        raise RuntimeError("a peer is gone")
+
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    with (
+        make_engine(CONFIG, transmit=transmit) as engine,
+        EngineThread(engine) as thread,
+        EngineServer(engine, token=TOKEN) as server,
+    ):
+        answer = httpx.post(server.url + "/generate", headers=headers, json=generate_body("s"), timeout=30)
+        assert answer.status_code == 503 and "closed" in answer.json()["error"]["message"]
+        with pytest.raises(RuntimeError, match="a peer is gone"):
+            thread.check()
 
 
 # Clients that go away, and clients that never come to the point.
