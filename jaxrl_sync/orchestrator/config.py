@@ -72,6 +72,8 @@ class LoopConfig:
     """Passes over a finite data set; None goes round for ever."""
     checkpoint_every_steps: int = 0
     pause_mode: Literal["keep", "wait", "abort"] = "keep"
+    """``keep`` swaps between two decode steps; ``wait`` lets running samples end before; ``abort`` cuts them
+    off and resumes them on the new weights."""
     group_timeout_s: float = 120.0
     swap_timeout_s: float = 60.0
     step_timeout_s: float = 180.0

@@ -140,7 +140,6 @@ class TrainSink:
             seen = self._signal.count
             if self._outbox:
                 await self._send(self._outbox[0])
-                self._outbox.popleft()
             elif self.shipped_all:
                 break
             else:
@@ -151,6 +150,7 @@ class TrainSink:
     async def _send(self, packed: _Packed) -> None:
         began = time.monotonic()
         ack = await self._link.send(packed.facts.step, packed.frames, self._config.step_timeout_s)
+        self._outbox.popleft()
         self._policy.commit(ack.number)
         self._on_step(packed.facts, ack, time.monotonic() - began)
         self._signal.notify()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from jaxrl_sync.batch.pack import unpack
 from jaxrl_sync.config.sections import RunConfig
 from jaxrl_sync.orchestrator import process
 from jaxrl_sync.orchestrator.config import LoopConfig, loop_config
@@ -139,3 +140,29 @@ def test_a_slow_trainer_fills_the_queue_to_its_bound_and_no_further(tmp_path: Pa
         queued = [r["flow"]["train"]["queued"] for r in running.rows("step")]
         assert 0 < max(queued) <= 3 * 12
         assert all(r["queue"]["ready_groups"] <= 9 for r in running.rows("step"))
+
+
+@pytest.mark.invariant(9)
+@pytest.mark.invariant(10)
+@pytest.mark.invariant(33)
+@pytest.mark.invariant(41)
+def test_pausing_with_abort_resumes_every_rollout_on_the_new_weights(tmp_path: Path) -> None:
+    with world(tmp_path, train_s=0.05) as (url, engines, trainer):
+        for engine in engines:
+            engine.behaviour.token_s, engine.behaviour.tokens = 0.03, 6
+        sampling = {"sampling": {"max_tokens": 6}}
+        running = Running(
+            context(tmp_path, url, run={"steps": 8}, loop=sampling, sync={"pause_mode": "abort"})
+        )
+        running.join(60)
+        kinds = [kind for _, kind, _ in engines[0].log if kind in ("pause", "swap", "resume")]
+        assert kinds[0] == "swap" and kinds[1:4] == ["pause", "swap", "resume"]
+        resumed = [r for e in engines for r in e.requests if "+" in r["request_id"]]
+        assert resumed and all(r["sampling"]["max_tokens"] < 6 for r in resumed)
+        assert len(trainer.frames) == 8
+        for frame in trainer.frames:
+            for segment in unpack(frame.fields):
+                versions = segment["versions"][segment["loss_mask"]]
+                assert len(versions) <= 6 and (versions[1:] >= versions[:-1]).all()
+        assert running.summary["multi_version_fraction"] > 0
+        assert running.summary["flow"]["train"]["cancelled"] == 0
