@@ -11,7 +11,7 @@ from typing import Any
 from jaxrl_sync.sharding import Edge, UserError
 from jaxrl_sync.transfer import auth, wire
 from jaxrl_sync.transfer.config import SubscriberConfig
-from jaxrl_sync.transfer.errors import MismatchError, ProtocolError, TransferError
+from jaxrl_sync.transfer.errors import DeadlineError, MismatchError, ProtocolError, TransferError
 from jaxrl_sync.transfer.hub.client import Member
 from jaxrl_sync.transfer.hub.state import version_json
 from jaxrl_sync.transfer.memory import SharedMemory
@@ -137,16 +137,14 @@ class Inbound:
             raise ProtocolError(f"{self.peer} answered {answer.get('kind')!r}, expected {expected!r}")
         return answer
 
-    def take(self, offer: Offer, slot: Slot, live: list[str], deadline: float) -> Digests:
-        """Have the edge of one version written into ``slot``; returns the sender's digests of it.
+    def take(self, offer: Offer, slot: Slot, live: list[str], deadline: float) -> None:
+        """Have the edge of one version written into ``slot``; ``sums`` and then ``end`` must follow.
 
         ``unconfirmed`` is True while the sender may write the slot. Gone, PeerLost, DeadlineError,
         ProtocolError.
         """
-        with self._round_lock:
-            return self._take(offer, slot, live, deadline)
-
-    def _take(self, offer: Offer, slot: Slot, live: list[str], deadline: float) -> Digests:
+        if not self._round_lock.acquire(timeout=remaining(deadline)):
+            raise DeadlineError(f"the link to {self.peer} is busy")
         self._connection.send(
             {
                 "kind": "ready",
@@ -172,11 +170,23 @@ class Inbound:
         if done.get("version") != version_json(offer.version):
             raise ProtocolError(f"{self.peer} sent version {done.get('version')}, expected {offer.version}")
         self.unconfirmed = False
-        digests = done.get("digests")
+
+    def sums(self, offer: Offer, deadline: float) -> Digests:
+        """The sender's digests of what ``take`` brought: it computes them while we recount ours."""
+        message = self._next(offer, deadline)
+        self._expect(message, "sums")
+        digests = message.get("digests")
         return {p: (int(d[0]), int(d[1])) for p, d in digests.items()} if isinstance(digests, dict) else {}
+
+    def end(self) -> None:
+        """The round is over on this link, however it went."""
+        if self._round_lock.locked():
+            self._round_lock.release()
 
     def _next(self, offer: Offer, deadline: float) -> dict[str, Any]:
         message, _ = self._connection.recv(remaining(deadline))
+        while message.get("kind") == "sums" and message.get("round") != offer.round:
+            message, _ = self._connection.recv(remaining(deadline))  # of a round that we gave up
         if message.get("round") != offer.round:
             raise ProtocolError(
                 f"{self.peer} speaks of round {message.get('round')!r}, expected {offer.round!r}"

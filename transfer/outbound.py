@@ -14,7 +14,7 @@ from jaxrl_sync.sharding.digests import copies_digest
 from jaxrl_sync.transfer.errors import DeadlineError, MismatchError, PeerLost, ProtocolError, TransferError
 from jaxrl_sync.transfer.hub.state import version_json, version_of
 from jaxrl_sync.transfer.outcome import RankKey, RankOutcome
-from jaxrl_sync.transfer.transports.base import Sender, remaining
+from jaxrl_sync.transfer.transports.base import Sender
 from jaxrl_sync.transfer.transports.shm import ShmSender
 from jaxrl_sync.transfer.transports.tcp import TcpSender
 from jaxrl_sync.transfer.version import Version
@@ -199,11 +199,9 @@ class Outbound:
         start = time.monotonic()
         self._sender.send(ready, sources, deadline)
         wire_s = time.monotonic() - start
+        self._say({"kind": "done", "round": round_id, "version": version_json(version)})
         digests = copies_digest(self._edge.copies, sources, "source", config.threads) if config.verify else {}
-        self._connection.send(
-            {"kind": "done", "round": round_id, "version": version_json(version), "digests": digests},
-            timeout_s=remaining(deadline),
-        )
+        self._say({"kind": "sums", "round": round_id, "digests": digests})
         seconds = {"queue": queue_s, "wire": wire_s}
         sent = RankOutcome("pending", "", self._sender.name, self._edge.total_bytes, seconds)
         self._sent = {round_id: sent}

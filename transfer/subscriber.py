@@ -361,27 +361,38 @@ class Subscriber:
         start = time.monotonic()
         slot = self._slots[index]
         links = self._links.of(offer)
-        live = [s.memory.name for s in self._slots]
-        takes = [self._pool.submit(link.take, offer, slot, live, deadline) for link in links[1:]]
         try:
-            digests = [links[0].take(offer, slot, live, deadline)] if links else []
+            self._take_all(links, offer, slot, deadline)
+            wire_s = time.monotonic() - start
+            for link in links:
+                self._verify(link, offer, slot, deadline)
         finally:
-            concurrent.futures.wait(takes)
-        digests += [t.result() for t in takes]
-        wire_s = time.monotonic() - start
-        if self.config.verify:
-            for link, sent in zip(links, digests, strict=True):
-                self._verify(link, sent, slot)
+            for link in links:
+                link.end()
         slot.fill_devices()
         verify_s = time.monotonic() - start - wire_s
         names = sorted({link.transport for link in links})
         return sum(k.edge.total_bytes for k in links), wire_s, verify_s, "+".join(names) or "none"
 
-    def _verify(self, link: Inbound, sent: dict[str, tuple[int, int]], slot: Slot) -> None:
+    def _take_all(self, links: list[Inbound], offer: Offer, slot: Slot, deadline: float) -> None:
+        """All edges side by side; waits for every one of them, then raises the first error."""
+        live = [s.memory.name for s in self._slots]
+        takes = [self._pool.submit(link.take, offer, slot, live, deadline) for link in links[1:]]
+        try:
+            if links:
+                links[0].take(offer, slot, live, deadline)
+        finally:
+            concurrent.futures.wait(takes)
+        for take in takes:
+            take.result()
+
+    def _verify(self, link: Inbound, offer: Offer, slot: Slot, deadline: float) -> None:
         """The state digest decides: what lies in the slot must be what the sender read."""
-        if not sent and link.edge.copies:
-            return  # the publisher was told not to verify
-        found = copies_digest(link.edge.copies, slot.views, "target", self.config.threads)
+        copies, threads = link.edge.copies, self.config.threads
+        found = copies_digest(copies, slot.views, "target", threads) if self.config.verify else {}
+        sent = link.sums(offer, deadline)
+        if not self.config.verify or (not sent and copies):
+            return  # one side was told not to verify
         wrong = sorted(p for p in found if found[p] != sent.get(p))
         if wrong or len(found) != len(sent):
             names = ", ".join(wrong[:5]) or "other tensors"
@@ -392,7 +403,6 @@ class Subscriber:
     def _wait_group(self, offer: Offer, deadline: float) -> None:
         """With several ranks: all of them hold the version, or none takes it."""
         if self.config.size == 1:
-            self._reports.put(lambda: self._advance(offer, "prepared"))
             return
         self._advance(offer, "prepared")
         while (left := deadline - time.monotonic()) > 0:

@@ -132,7 +132,7 @@ def test_dead_or_replaced_members_end_their_rounds() -> None:
 
 
 def test_round_past_its_deadline_is_aborted_and_offered_again() -> None:
-    state = run(HubState("e"), join(PUB), join(sub("x")), announce(A1))
+    state = run(HubState("e"), join(PUB), join(sub("x"), 2), join(sub("x", 1), 2), announce(A1))
     first = offer(state, sub("x"))
     assert first is not None
     state = run(state, advance(sub("x"), first["round"], "begun"))

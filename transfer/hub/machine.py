@@ -226,7 +226,8 @@ def _advance(state: HubState, event: Advance, now: float) -> tuple[HubState, Don
     rank = event.key.rank
     if order.index(event.to) > order.index(entry.ranks[rank]):
         entry = dataclasses.replace(entry, ranks={**entry.ranks, rank: event.to})
-    if event.to == "begun" and entry.deadline is None:
+    if event.to == "begun" and entry.deadline is None and len(entry.ranks) > 1:
+        # the ranks wait for each other; an engine of one rank keeps nobody waiting but itself
         entry = dataclasses.replace(entry, deadline=now + event.timeout_s)
     if entry.all_at_least(("prepared", "installed")):
         entry = dataclasses.replace(entry, deadline=None)  # how long a swap waits is the engine's affair

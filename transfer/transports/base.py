@@ -4,6 +4,7 @@ A link is one authenticated connection between a publisher process and a subscri
 plan belongs to it. Per round the subscriber says ``ready`` (with what ``Receiver.ready`` adds), the publisher
 answers ``begin`` or ``refused``, the transport moves the bytes, and the publisher confirms with ``done``:
 from then on it won't write again before the next ``ready``. A slot without confirmation is quarantined.
+``sums`` follows: the keyed sums of what it read, which the subscriber compares with a recount of its slot.
 """
 
 from __future__ import annotations
