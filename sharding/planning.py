@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from jaxrl_sync.sharding.errors import MappingError
 from jaxrl_sync.sharding.layout import Layout, Placement, Shard, dtype_of
 from jaxrl_sync.sharding.matching import Block, Reduced, blocks_of, reduce
 from jaxrl_sync.sharding.rank_plan import RankPlan, materialise
+from jaxrl_sync.sharding.rounds import rounds
 from jaxrl_sync.sharding.templates import Builder, Draft, Template
 from jaxrl_sync.sharding.topology import Policy, Topology
 
@@ -58,10 +60,10 @@ class Plan:
         """Leaf name -> flat elements of every constant, which receivers write themselves."""
         return self.correspondence.constants
 
-    def for_rank(self, process: int, side: str = "source") -> RankPlan:
+    def for_rank(self, process: int, side: str = "source", paths: Collection[str] | None = None) -> RankPlan:
         """The copies that one process sends (side "source") or receives ("target").
 
-        An edge lists the same copies in the same order on both sides.
+        An edge lists the same copies in the same order on both sides. ``paths``: only these target tensors.
         """
         if side not in ("source", "target"):
             raise MappingError(f'side must be "source" or "target", found {side!r}')
@@ -69,7 +71,14 @@ class Plan:
         processes = set(layout.devices.values())
         if process not in processes:
             raise MappingError(f"{side} has processes {sorted(processes)}, not {process}")
-        return materialise(self, process, side)
+        return materialise(self, process, side, paths)
+
+    def rounds(self, limit_bytes: int) -> list[tuple[str, ...]]:
+        """Target paths in order, grouped so that no process handles more than ``limit_bytes`` per group.
+
+        Each group is for `for_rank(..., paths=group)`. A tensor that alone needs more is a `MappingError`.
+        """
+        return rounds(self, limit_bytes)
 
     def to_bytes(self) -> bytes:
         """Canonical bytes of the plan with its layouts and correspondence."""
@@ -147,7 +156,7 @@ class Plan:
         return out.getvalue()
 
     def report(self) -> str:
-        """Bytes, edges, balance and run lengths, in words."""
+        """Bytes per node, bound, balance, redundancy, edges, run lengths and memory per device, in words."""
         from jaxrl_sync.sharding.describe import report
 
         return report(self)
@@ -157,6 +166,12 @@ class Plan:
         from jaxrl_sync.sharding.describe import explain
 
         return explain(self, path)
+
+    def figure(self) -> Any:
+        """A matplotlib Figure: megabytes from every source node to every target node."""
+        from jaxrl_sync.sharding.describe import figure
+
+        return figure(self)
 
 
 def plan(

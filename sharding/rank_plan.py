@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from jaxrl_sync.sharding.box import Box
@@ -76,13 +77,15 @@ class RankPlan:
 
     ``constants`` (target side only) are elements that the conversion fixes, such as the zeros of a padded
     vocabulary: they never travel, the receiver writes them once into each slot. They are copies from the
-    arrays of ``Plan.constant_values``, under the device number -1.
+    arrays of ``Plan.constant_values``, under the device number -1. ``fanout`` (target side, policy "node"):
+    copies from one target shard to another inside the node, to be made after the edges have arrived.
     """
 
     process: int
     side: str
     edges: tuple[Edge, ...]
     constants: tuple[Copy, ...] = ()
+    fanout: tuple[Copy, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -90,14 +93,20 @@ class RankPlan:
         return sum(e.total_bytes for e in self.edges)
 
 
-def materialise(plan: Plan, process: int, side: str) -> RankPlan:
+def materialise(plan: Plan, process: int, side: str, paths: Collection[str] | None = None) -> RankPlan:
     """See `Plan.for_rank`."""
     process_of = {**plan.source.devices, -1: -1}, plan.target.devices
     edges: dict[tuple[int, int], list[Copy]] = {}
     constants: list[Copy] = []
+    fanout: list[Copy] = []
+    chosen = None if paths is None else frozenset(paths)
     mine = [_moves_of(t, process, side, process_of) for t in plan.templates]
     for instance in plan.instances:
+        if chosen is not None and instance.target_path not in chosen:
+            continue
         template = plan.templates[instance.template]
+        if side == "target":
+            fanout += _fanout(template, instance, process, process_of[1])
         for move in mine[instance.template]:
             copy = _copy(template, instance, move)
             if copy.source_device < 0:
@@ -106,7 +115,23 @@ def materialise(plan: Plan, process: int, side: str) -> RankPlan:
                 key = process_of[0][copy.source_device], process_of[1][copy.target_device]
                 edges.setdefault(key, []).append(copy)
     found = tuple(Edge(a, b, tuple(copies)) for (a, b), copies in sorted(edges.items()))
-    return RankPlan(process, side, found, tuple(constants))
+    return RankPlan(process, side, found, tuple(constants), tuple(fanout))
+
+
+def _fanout(template: Template, instance: Instance, process: int, process_of: dict[int, int]) -> list[Copy]:
+    """Copies between target shards of equal boxes: the same place in both."""
+    found = []
+    table = (template.fanout_from, template.fanout_to, template.fanout_move)
+    for giver, taker, move in zip(*(column.tolist() for column in table), strict=True):
+        if process_of[taker] == process:
+            copy = _copy(template, instance, move)
+            found.append(
+                dataclasses.replace(
+                    copy, source_device=giver, source_path=copy.target_path, source_offset=copy.target_offset,
+                    source_strides=copy.target_strides, target_device=taker,
+                )
+            )  # fmt: skip
+    return found
 
 
 def _moves_of(
@@ -146,6 +171,11 @@ def _copy(template: Template, instance: Instance, move: int) -> Copy:
         flat // columns, tuple(s // columns if s % columns == 0 else 0 for s in flat_steps),
         flat % columns, tuple(0 if s % columns == 0 else s for s in flat_steps),
     )  # fmt: skip
+
+
+def local_strides(placement: Placement, keep_last: bool, device: int) -> tuple[int, ...]:
+    """Strides, in elements, of one device's row-major shard in merged dimensions (see `matching.reduce`)."""
+    return _local(placement, keep_last, device)[1]
 
 
 @functools.lru_cache(maxsize=1 << 16)

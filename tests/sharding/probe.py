@@ -29,8 +29,8 @@ def probed(convert: Callable[[Any], Any], ids: Ids, op_by_op: bool = False) -> d
     """What the function makes of the ids; compiled without optimisation, which is faster here.
 
     ``op_by_op``: each operation on its own, which is what the program means. jaxlib 0.10.2 compiles some
-    chains of overlapping slice updates wrongly (seed 59546 of `programs`; 0.12.0.1 does not), so a test that finds a
-    difference asks again this way.
+    chains of overlapping slice updates wrongly (seed 59546 of `programs`; 0.12.0.1 does not), so a test
+    that finds a difference asks again this way.
     """
     compiled = jax.jit(convert, compiler_options={"xla_backend_optimization_level": 0})
     run = convert if op_by_op else compiled

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxrl_sync.sharding import Correspondence, Layout, Plan, plan, reshard, trace
 from jaxrl_sync.sharding.paths import leaves_by_path
 from jaxrl_sync.sharding.presets import qwen3
-from tests.sharding.meshes import P, bits, mesh, random_bits
+from tests.sharding.meshes import P, abstract, bits, mesh, random_bits
 
 Tree = dict[str, Any]
 Specs = dict[str, Any]
@@ -146,8 +146,8 @@ def test_case_5_scalars_size_one_and_empty_dimensions() -> None:
 
     shapes = {"s": (), "o": (4, 1, 6), "e": (0, 4)}
     corr, made, _ = moved(
-        convert, shapes, {"o": ("x",), "e": (None, "x")}, {"o": (None, "y"), "e": (None, "y")}, mesh((2,), ("x",)),
-        mesh((2,), ("y",), first=4),
+        convert, shapes, {"o": ("x",), "e": (None, "x")}, {"o": (None, "y"), "e": (None, "y")},
+        mesh((2,), ("x",)), mesh((2,), ("y",), first=4),
     )  # fmt: skip
     assert corr.tensors["e"].fragments == ()
     assert made.for_rank(0).total_bytes == 4 * 6 * 2 + 2 * 2  # the scalar goes to both devices
@@ -188,8 +188,7 @@ def test_case_7_vocabulary_padding_on_both_sides_and_a_short_last_shard() -> Non
         mesh((4,), ("x",)),
         mesh((2,), ("y",), 4),
     )
-    uneven = Layout.of({"e": jax.ShapeDtypeStruct((5, 4), "bfloat16",
-                                                   sharding=NamedSharding(mesh((4,), ("x",)), P("x")))})  # fmt: skip
+    uneven = Layout.of({"e": abstract((5, 4), "bfloat16", mesh((4,), ("x",)), "x")})
     same = trace(lambda t: t, {"e": jax.ShapeDtypeStruct((5, 4), "bfloat16")})
     rank = plan(uneven, uneven, same).for_rank(0)
     assert [c.shape for c in rank.edges[0].copies] == [(2, 4), (2, 4), (4,)]  # 2 + 2 + 1 + 0 rows of 4

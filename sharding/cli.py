@@ -1,0 +1,127 @@
+"""``jaxrl-sync plan``: what a weight update of a published model would cost, on paper, allocating nothing.
+
+jaxrl-sync plan --model kimi-k2 --source "fsdp=256" --target "tp=8,ep=16" [--replicas N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import time
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from jaxrl_sync.sharding.correspondence import Correspondence
+from jaxrl_sync.sharding.describe import traffic
+from jaxrl_sync.sharding.errors import MappingError, UserError
+from jaxrl_sync.sharding.layout import Layout, Placement, TensorLayout
+from jaxrl_sync.sharding.paper import PaperMesh, layout, split_first
+from jaxrl_sync.sharding.planning import Plan, plan
+from jaxrl_sync.sharding.presets import family
+from jaxrl_sync.sharding.presets.catalog import MODELS, model
+from jaxrl_sync.sharding.relays import relay
+from jaxrl_sync.sharding.topology import GIGABIT, Policy, Topology
+from jaxrl_sync.sharding.tracing import trace
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of ``jaxrl-sync plan``."""
+    p = argparse.ArgumentParser("jaxrl-sync plan", description=__doc__.splitlines()[0] if __doc__ else None)
+    p.add_argument("--model", required=True, help=", ".join(MODELS))
+    p.add_argument("--source", required=True, metavar="AXES", help='trainer mesh, as "fsdp=256"')
+    p.add_argument("--target", required=True, metavar="AXES", help='mesh of one engine, as "tp=8,ep=16"')
+    p.add_argument("--replicas", type=int, default=1, metavar="N", help="engines of that mesh (default 1)")
+    p.add_argument("--receivers", choices=("device", "node"), default="device", help="who gets a copy")
+    p.add_argument("--devices-per-node", type=int, default=8)
+    p.add_argument("--nics-per-node", type=int, default=8)
+    p.add_argument("--gbit", type=int, default=400, help="rate of one NIC in Gb/s")
+    p.add_argument("--dtype", default="bfloat16", help="what travels (default bfloat16)")
+    p.add_argument(
+        "--stacked-experts", action="store_true", help="engine keeps experts in one tensor per layer"
+    )
+    p.add_argument("--explain", metavar="PATH", help="also explain one engine tensor")
+    p.add_argument("--figure", metavar="FILE", help="also draw who sends what to whom")
+    return p
+
+
+def paper_source(cfg: family.FamilyConfig, mesh: PaperMesh) -> Layout:
+    """The trainer's fp32 tree: layers and experts unsplit, all axes on the first dimension that divides."""
+    placed = {}
+    for path, shape in family.trainer_shapes(cfg).items():
+        skip = 2 if "/experts/" in path else 1 if "/" in path else 0
+        placed[path] = mesh.placement(shape, split_first(mesh, shape, skip))
+    return layout(placed, "float32")
+
+
+def paper_target(cfg: family.FamilyConfig, mesh: PaperMesh, corr: Correspondence) -> Layout:
+    """The engine's tree: ``tp`` on heads and hidden units, ``ep`` on experts, all else replicated."""
+    sizes = mesh.sizes
+    extra = sorted(set(sizes) - {"tp", "ep", "dp"})
+    if extra:
+        raise MappingError(f"--target: unknown axis {extra[0]!r}; engines have tp, ep and dp")
+    tp, ep = sizes.get("tp", 1), sizes.get("ep", 1)
+
+    def place(path: str, shape: tuple[int, ...]) -> Placement:
+        dim, expert = family.engine_split(path, cfg), family.expert_of(path)
+        spec: list[str | None] = [None] * len(shape)
+        if dim is not None and "tp" in sizes and shape[dim] % tp == 0:
+            spec[dim] = "tp"
+        if path.endswith(("experts_gate_up", "experts_down")) and "ep" in sizes:
+            spec[0] = "ep"
+        only = {"ep": expert * ep // cfg.num_experts} if expert is not None and "ep" in sizes else None
+        return mesh.placement(shape, tuple(spec), only)
+
+    return Layout({p: TensorLayout(t.dtype, place(p, t.shape)) for p, t in corr.tensors.items()})
+
+
+def paper_plan(args: argparse.Namespace) -> Plan:
+    """The plan that the arguments describe."""
+    cfg = model(args.model)
+    source_mesh = PaperMesh.parse(args.source, args.devices_per_node)
+    source = paper_source(cfg, source_mesh)
+    convert = functools.partial(
+        family.convert, cfg=cfg, dtype=jnp.dtype(args.dtype), per_expert=not args.stacked_experts
+    )
+    corr = trace(convert, source)
+    target = paper_target(cfg, PaperMesh.parse(args.target, args.devices_per_node), corr)
+    topology = Topology(rate=args.nics_per_node * args.gbit * GIGABIT)
+    return plan(corr.export_layout_of(source), target, corr, topology, Policy(args.receivers))
+
+
+def _replicas(made: Plan, count: int) -> str:
+    senders = len(set(made.source.devices.values()))
+    receivers = len(set(made.target.devices.values()))
+    rate = made.topology.rate
+    wire = traffic(made).wire_bytes
+    lines = [f"  {count} engines of {receivers} nodes from {senders} trainer nodes:"]
+    for shape in ("direct", "chain", "tree"):
+        r = relay(count, wire, senders * rate, receivers * rate, shape)
+        lines.append(f"    {shape}: {r.seconds:.3f} s, depth {r.depth}, {r.num_chunks} chunks")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the report of a plan on paper; returns the exit code (2: bad command line or mapping)."""
+    args = parser().parse_args(argv)
+    try:
+        started = time.perf_counter()
+        made = paper_plan(args)
+        took = time.perf_counter() - started
+        print(f"{args.model}: {model(args.model).num_params / 1e9:.1f} G parameters, planned in {took:.1f} s")
+        print(made.report())
+        if args.replicas > 1:
+            print(_replicas(made, args.replicas))
+        if args.explain:
+            print(made.explain(args.explain))
+        if args.figure:
+            made.figure().savefig(args.figure)
+    except UserError as error:
+        print(f"jaxrl-sync: error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
