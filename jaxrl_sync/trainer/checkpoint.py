@@ -55,9 +55,9 @@ class Meta:
         return cls(Version(**data["version"]), parent and Version(**parent), data["cursor"])
 
 
-def flatten(state: TrainState, reference: Tree | None = None) -> dict[str, Any]:
-    """The arrays of a state (and of a reference policy) by path."""
-    leaves = jax.tree_util.tree_leaves_with_path({"state": state, "reference": reference})
+def flatten(tree: Any) -> dict[str, Any]:
+    """The leaves of a state or a parameter tree by path, in the tree's order."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
@@ -72,7 +72,11 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, enable_async_checkpointing=False, create=True
         )
-        handlers = {"arrays": ocp.StandardCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
+        handlers = {
+            "state": ocp.StandardCheckpointHandler(),
+            "reference": ocp.StandardCheckpointHandler(),
+            "meta": ocp.JsonCheckpointHandler(),
+        }
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
     def newest(self) -> int | None:
@@ -82,15 +86,14 @@ class Checkpoints:
 
     def _complete(self, number: int) -> bool:
         folder = self.folder / str(number)
-        return (folder / "arrays").is_dir() and (folder / "meta").is_dir()
+        return (folder / "state").is_dir() and (folder / "meta").is_dir()
 
     def save(self, state: TrainState, meta: Meta, reference: Tree | None = None) -> None:
         """Write one checkpoint and drop the oldest beyond ``keep``; nobody may donate the state meanwhile."""
-        arrays = ocp.args.StandardSave(flatten(state, reference))
-        self._manager.save(
-            meta.version.number,
-            args=ocp.args.Composite(arrays=arrays, meta=ocp.args.JsonSave(meta.to_json())),
-        )
+        items = {"state": ocp.args.StandardSave(flatten(state)), "meta": ocp.args.JsonSave(meta.to_json())}
+        if reference is not None:
+            items["reference"] = ocp.args.StandardSave(flatten(reference))
+        self._manager.save(meta.version.number, args=ocp.args.Composite(**items))
         self._manager.wait_until_finished()
 
     def meta(self, number: int | None = None) -> Meta:
@@ -106,25 +109,24 @@ class Checkpoints:
     ) -> tuple[TrainState, Meta, Tree | None]:
         """State, meta and reference of a checkpoint, on the shardings of the abstract arguments."""
         meta = self.meta(number)
-        wanted = flatten(target, reference)
-        number = meta.version.number
-        self._check_fits(number, wanted)
-        found = self._manager.restore(
-            number, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(wanted))
-        )["arrays"]
-        structure = jax.tree.structure({"state": target, "reference": reference})
-        restored = jax.tree.unflatten(structure, [found[name] for name in wanted])
-        return restored["state"], meta, restored["reference"]
+        state: TrainState = self._restore(meta.version.number, "state", target)
+        frozen = None if reference is None else self._restore(meta.version.number, "reference", reference)
+        return state, meta, frozen
 
-    def _check_fits(self, number: int, wanted: Mapping[str, Any]) -> None:
-        stored = self._manager.item_metadata(number)["arrays"]
-        shapes = {name: tuple(leaf.shape) for name, leaf in dict(stored).items()}
+    def _restore(self, number: int, item: str, target: Any) -> Any:
+        wanted = flatten(target)
+        stored = self._manager.item_metadata(number).get(item)
+        shapes = {} if stored is None else {n: tuple(leaf.shape) for n, leaf in dict(stored).items()}
         for name, leaf in wanted.items():
             if shapes.get(name) != tuple(leaf.shape):
                 raise CheckpointError(
-                    f"checkpoint {self.folder}/{number}: {name} has shape {shapes.get(name)}, "
+                    f"checkpoint {self.folder}/{number}: {item}/{name} has shape {shapes.get(name)}, "
                     f"expected {tuple(leaf.shape)}"
                 )
+        found = self._manager.restore(
+            number, args=ocp.args.Composite(**{item: ocp.args.StandardRestore(wanted)})
+        )[item]
+        return jax.tree.unflatten(jax.tree.structure(target), [found[name] for name in wanted])
 
     def drop_after(self, number: int) -> None:
         """Remove checkpoints later than ``number``: a resume from it makes them another history's."""

@@ -19,7 +19,7 @@ from jaxrl_sync.batch.frame import BatchHeader, encode_batch
 from jaxrl_sync.batch.pack import PackedBatch
 from jaxrl_sync.config.load import save, validate
 from jaxrl_sync.launch.commands import command
-from jaxrl_sync.launch.environment import role_environment
+from jaxrl_sync.launch.environment import base_environment, role_environment
 from jaxrl_sync.transfer import auth
 from jaxrl_sync.transfer.hub.client import HubClient, Member
 from jaxrl_sync.transfer.hub.server import run_hub
@@ -59,7 +59,8 @@ class TrainerWorld:
         config = validate(data)
         save(config, run_dir / "config.toml")
         self.token_file, self.hub_url, self.size = run_dir / "token", hub_url, config.trainer.processes
-        env = role_environment(dict(os.environ), config.trainer)
+        cache = run_dir.parent.parent / "xla-cache"  # the worlds of one test session compile the same
+        env = role_environment(base_environment(os.environ, cache / "run"), config.trainer)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
