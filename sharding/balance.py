@@ -23,7 +23,7 @@ def shares(demand: Mapping[Holders, int], rates: Mapping[int, int]) -> dict[Hold
         if len(holders) == 1:
             forced[holders[0]] += size
     free = {h: s for h, s in demand.items() if len(h) > 1 and s}
-    fixed = {h: {h[0]: s} for h, s in demand.items() if len(h) == 1}
+    fixed: dict[Holders, dict[int, int]] = {h: {h[0]: s} for h, s in demand.items() if len(h) == 1}
     if not free:
         return fixed
     scale = max(rates.values())

@@ -52,14 +52,10 @@ class Known:
     def of(cls, array: Any) -> Known:
         """A constant as it is; arrays of jax become numpy, key arrays stay what they are."""
         if not isinstance(array, np.ndarray):
-            dtype = getattr(array, "dtype", None)
-            if not (
-                isinstance(dtype, jax.dtypes.ExtendedDType) if hasattr(jax.dtypes, "ExtendedDType") else False
-            ):
-                try:
-                    array = np.asarray(array)
-                except TypeError:
-                    pass
+            try:
+                array = np.asarray(array)
+            except TypeError:  # a random key has no numpy form
+                pass
         return cls(array, tuple(array.shape))
 
     @property

@@ -14,7 +14,8 @@ from jaxrl_sync.sharding.layout import Placement
 from jaxrl_sync.sharding.matching import reduce
 
 if TYPE_CHECKING:
-    from jaxrl_sync.sharding.planning import Instance, Plan, Template
+    from jaxrl_sync.sharding.planning import Instance, Plan
+    from jaxrl_sync.sharding.templates import Template
 
 MAX_DIMS = 6
 """Most dimensions that one copy block has; a block with more is cut along its outer ones."""

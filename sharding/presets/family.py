@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -161,8 +162,8 @@ def convert(
     ``per_expert``: a tensor per expert and projection, else experts stacked. ``jit_layers``: the layer
     conversion is one jitted function called per layer, which the mapper follows once and not per layer.
     """
-    layer = functools.partial(_engine_layer, cfg, dtype, per_expert)
-    layer = jax.jit(layer) if jit_layers else layer
+    plain = functools.partial(_engine_layer, cfg, dtype, per_expert)
+    layer: Callable[[Tree], Tree] = jax.jit(plain) if jit_layers else plain
     layers: Tree = {}
     for group, first in (("dense", 0), ("moe", cfg.dense_layers)):
         count = cfg.dense_layers if group == "dense" else cfg.expert_layers
