@@ -141,7 +141,7 @@ def test_workers_of_two_processes_train_and_serve(tmp_path: Path) -> None:
 
 
 FAULTS = [
-    (("--task.args.size=0",), 1, "empty"),
+    (("--task.args.size=0",), 1, "the task has 0 training prompts, expected at least 1"),
     (("--task.args.score_raises=*", "--loop.max_consecutive_drops=4"), 1, "injected fault in score()"),
     (("--task.args.prompt_raises=*", "--loop.max_consecutive_drops=4"), 1, "injected fault in prompt()"),
 ]
