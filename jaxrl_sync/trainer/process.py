@@ -13,6 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -22,6 +23,7 @@ from jaxrl_sync.batch.connection import Ack, BatchReceiver, TrainerState
 from jaxrl_sync.batch.frame import BatchFrame, BatchHeader
 from jaxrl_sync.config.convert import to_decoder, to_engine, to_publisher
 from jaxrl_sync.config.process import PeerError, ProcessContext, Timeline
+from jaxrl_sync.inference.checkpoint import load_trainer
 from jaxrl_sync.inference.probe import STAMP, source_shape
 from jaxrl_sync.inference.process import engine_convert
 from jaxrl_sync.sharding.layout import Layout
@@ -103,9 +105,14 @@ def start(
 
 
 def _first_state(context: ProcessContext, model: DecoderConfig, mesh: jax.sharding.Mesh) -> TrainState:
-    """Random weights, after the supervised warm-up if the config asks for one."""
+    """Random weights or those of ``model.checkpoint``, after the supervised warm-up if there is one."""
     config, settings = context.config, trainer_config(context.config)
-    state = train_state.create(model, settings, mesh, config.run.seed)
+    if config.model.checkpoint is None:
+        state = train_state.create(model, settings, mesh, config.run.seed)
+    else:
+        wanted = train_state.abstract(model, settings, mesh).params
+        params = load_trainer(Path(config.model.checkpoint), model, wanted)
+        state = train_state.from_params(model, settings, mesh, params, config.run.seed)
     t = config.trainer
     if not t.sft_steps:
         return state

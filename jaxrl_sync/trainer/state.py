@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig, trainer_shapes
@@ -57,6 +58,19 @@ def fresh_moments(model: DecoderConfig, config: TrainerConfig, mesh: Mesh, param
     """Optimizer state of ``config.optimizer`` before its first update, on the mesh."""
     where = shardings(model, config, mesh).opt_state
     return jax.jit(make_optimizer(config.optimizer).init, out_shardings=where)(params)
+
+
+def from_params(
+    model: DecoderConfig, config: TrainerConfig, mesh: Mesh, params: Tree, seed: int
+) -> TrainState:
+    """A state at update 0 around given weights (taken over, on the mesh already)."""
+    where = replicated(mesh)
+    rng = np.asarray(jax.random.key_data(jax.random.fold_in(jax.random.key(seed), 1)))
+    moments = fresh_moments(model, config, mesh, params)
+    scalars = [
+        jax.make_array_from_callback(x.shape, where, x.__getitem__) for x in (np.zeros((), np.int32), rng)
+    ]
+    return TrainState(params, moments, *scalars)
 
 
 def abstract(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> TrainState:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import pytest
 
+from jaxrl_sync.inference.checkpoint import load_trainer, save_trainer
 from jaxrl_sync.trainer import state as train_state
 from jaxrl_sync.trainer.checkpoint import CheckpointError, Checkpoints, Meta
 from jaxrl_sync.transfer.version import Version
@@ -42,6 +43,20 @@ def test_a_checkpoint_of_a_4x1_mesh_restores_bit_for_bit_on_2x2(tmp_path: Path) 
     assert same_bits(saved, (found, again)) and same_bits(saved[0], alone)
     for leaf, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(target), strict=True):
         assert leaf.sharding == wanted.sharding and leaf.committed
+
+
+def test_published_weights_make_the_same_first_state_on_any_mesh(tmp_path: Path) -> None:
+    """A folder of safetensors: the weights bit for bit, moments and counters as in a fresh state."""
+    step, fresh = build(trainer_config(1, 4, 1))
+    save_trainer(tmp_path / "w", host(fresh.params), MODEL, dtype="float32")
+    target = _target(2, 2)
+    other, _ = build(trainer_config(1, 2, 2))
+    params = load_trainer(tmp_path / "w", MODEL, target.params)
+    state = train_state.from_params(MODEL, other.config, other.mesh, params, seed=0)
+    created = train_state.create(MODEL, step.config, step.mesh, 0)
+    assert same_bits(fresh.params, state.params)
+    assert same_bits(created.opt_state, state.opt_state) and same_bits(created.rng, state.rng)
+    assert [x.sharding for x in jax.tree.leaves(state)] == [x.sharding for x in jax.tree.leaves(target)]
 
 
 @pytest.mark.invariant(61)
