@@ -38,7 +38,7 @@ from jaxrl_sync.inference.ledger import Ledger
 from jaxrl_sync.inference.pending import PendingGroup, PendingSwap, fail, settle
 from jaxrl_sync.inference.plan import StepOutput, StepPlan
 from jaxrl_sync.inference.prefill import Admission, build_prefills, stop_ids
-from jaxrl_sync.inference.request import PauseMode, Request, Sample, TokenChunk
+from jaxrl_sync.inference.request import FinishReason, PauseMode, Request, Sample, TokenChunk
 from jaxrl_sync.inference.runner import Runner, SwapFailedError
 from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig
 from jaxrl_sync.transfer.version import Version
@@ -370,7 +370,7 @@ class Engine:
         self, before: scheduler.State, output: StepOutput, finished: tuple[scheduler.Finish, ...]
     ) -> None:
         """Queue the new tokens of groups that are listened to."""
-        reasons = {f.slot: f.reason for f in finished}
+        reasons: dict[int, FinishReason] = {f.slot: f.reason for f in finished}
         drawn = np.count_nonzero(output.tokens >= 0, axis=0)
         for slot in np.flatnonzero(drawn).tolist():
             group = self._groups.get(int(before.uid[slot]))

@@ -17,6 +17,12 @@ from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig
 from jaxrl_sync.transfer.config import SubscriberConfig
 
 
+def engine_config(fields: dict[str, Any]) -> EngineConfig:
+    """The config of its JSON form, lists turned back into tuples."""
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+    return EngineConfig(**values)
+
+
 def play(context: ProcessContext) -> None:
     """Be the rank that the JSON of the command line describes."""
     spec = json.loads(sys.argv[1])
@@ -31,7 +37,7 @@ def play(context: ProcessContext) -> None:
         Path(spec["announce"]).write_text(json.dumps({"url": url, "at": time.time()}))
 
     run(
-        EngineConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in spec["engine"].items()}),
+        engine_config(spec["engine"]),
         DecoderConfig(**spec["model"]),
         SubscriberConfig(**spec["subscriber"]),
         dtype="float32",

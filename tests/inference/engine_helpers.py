@@ -40,9 +40,10 @@ def trainer_weights(seed: int, cfg: qwen3.DecoderConfig = TINY) -> Any:
     rng = np.random.default_rng(seed)
 
     def leaf(path: Any, x: jax.ShapeDtypeStruct) -> np.ndarray:
-        drawn = rng.standard_normal(x.shape)
+        drawn: np.ndarray = rng.standard_normal(x.shape)
         drawn = 1.0 + 0.1 * drawn if path[-1].key == "scale" else 0.3 * drawn
-        return drawn.astype(np.float32)
+        single: np.ndarray = drawn.astype(np.float32)
+        return single
 
     return jax.tree_util.tree_map_with_path(leaf, qwen3.trainer_shapes(cfg))
 
@@ -102,6 +103,5 @@ def generate(engine: Engine, *requests: Request) -> list[GroupResult]:
 def ask(request_id: str = "r", prompt: tuple[int, ...] = (1, 2, 3), n: int = 1, **sampling: Any) -> Request:
     """A request with ``max_tokens`` 6 unless said otherwise."""
     timeout_s, version = sampling.pop("timeout_s", None), sampling.pop("version", None)
-    return Request(
-        request_id, prompt, n, Sampling(**{"max_tokens": 6} | sampling), version=version, timeout_s=timeout_s
-    )
+    sampling.setdefault("max_tokens", 6)
+    return Request(request_id, prompt, n, Sampling(**sampling), version=version, timeout_s=timeout_s)

@@ -63,8 +63,9 @@ def test_late_arrivals_do_not_show(engine: Engine, alone: list[GroupResult]) -> 
 
 
 def test_steps_per_dispatch_do_not_show(engine: Engine, alone: list[GroupResult]) -> None:
-    tp = engine._runner.mesh.shape["tp"]
-    with make_engine(dataclasses.replace(FIXED, decode_steps_per_dispatch=5), tp=tp) as other:
+    if engine._runner.mesh.shape["tp"] == 2:
+        pytest.skip("one mesh is enough: the loop is the same")
+    with make_engine(dataclasses.replace(FIXED, decode_steps_per_dispatch=5)) as other:
         for result, expected in zip(generate(other, *groups()), alone, strict=True):
             assert [bits(s) for s in result.samples] == [bits(s) for s in expected.samples]
 

@@ -297,7 +297,7 @@ def test_a_poisoned_engine_refuses_until_the_next_version() -> None:
         assert engine.step() is None and engine.stats().steps == steps
         healed = engine.install(engine_weights(0, tp_mesh()), _version(0))
         engine.step()
-        assert healed.result(0).version == _version(0) and engine.state == "ready"
+        assert healed.result(0).version == _version(0) and engine.stats().state == "ready"
         assert len(generate(engine, ask("b"))[0].samples[0].tokens) == 6
 
 

@@ -94,7 +94,8 @@ class World:
             spec = [None if n % 4 or i == 0 else "fsdp" for i, n in enumerate(x.shape)]
             first = spec.index("fsdp") if "fsdp" in spec else -1
             parts = [s if i == first else None for i, s in enumerate(spec)]
-            return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec(*parts)))
+            placed: jax.Array = jax.device_put(x, NamedSharding(self.mesh, PartitionSpec(*parts)))
+            return placed
 
         return jax.tree.map(place, tree)
 

@@ -10,6 +10,8 @@ import pytest
 from jaxrl_sync.inference.request import hash32
 from jaxrl_sync.inference.sampler import SamplingRows, draw, kept_tokens, sample_keys
 
+jitted_draw = jax.jit(draw)
+
 
 def rows(S: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> SamplingRows:
     key = sample_keys(
@@ -44,7 +46,7 @@ def test_frequencies_follow_the_distribution() -> None:
     p = np.array([0.5, 0.0, 0.3, 0.15, 0.05])
     S = 20_000
     logits = jnp.broadcast_to(jnp.log(jnp.array(p)), (S, 5))
-    drawn = jax.jit(draw)(logits, rows(S), jnp.full(S, 3))
+    drawn = jitted_draw(logits, rows(S), jnp.full(S, 3))
     counts = np.bincount(drawn.token, minlength=5) / S
     np.testing.assert_allclose(counts, p, atol=0.015)
     assert counts[1] == 0
@@ -53,7 +55,7 @@ def test_frequencies_follow_the_distribution() -> None:
 def test_temperature_and_filters_shape_draws_but_filters_never_shape_logprobs() -> None:
     S, p = 20_000, np.array([0.4, 0.3, 0.2, 0.1])
     logits = jnp.broadcast_to(jnp.log(jnp.array(p)), (S, 4))
-    drawn = jax.jit(draw)(logits, rows(S, temperature=0.5, top_k=2), jnp.full(S, 0))
+    drawn = jitted_draw(logits, rows(S, temperature=0.5, top_k=2), jnp.full(S, 0))
     squared = p**2 / (p**2).sum()
     kept = squared[:2] / squared[:2].sum()
     np.testing.assert_allclose(np.bincount(drawn.token, minlength=4)[:2] / S, kept, atol=0.015)
@@ -63,7 +65,7 @@ def test_temperature_and_filters_shape_draws_but_filters_never_shape_logprobs() 
 
 def test_greedy_takes_the_first_maximum_and_reports_at_temperature_one() -> None:
     logits = jnp.array([[0.0, 2.0, 2.0, 1.0]])
-    drawn = draw(logits, rows(1, temperature=0.0), jnp.array([0]))
+    drawn = jitted_draw(logits, rows(1, temperature=0.0), jnp.array([0]))
     assert drawn.token.tolist() == [1]
     np.testing.assert_allclose(drawn.logprob, jax.nn.log_softmax(logits)[:, 1])
 
@@ -85,13 +87,13 @@ def test_a_row_depends_on_its_identity_not_on_its_place() -> None:
     order = jnp.array([3, 5, 0, 1, 4, 2])
     shuffled = SamplingRows(*(x[order] for x in one))
     many = jnp.broadcast_to(logits, (6, 50))
-    a = draw(many, one, jnp.full(6, 9)).token
-    b = draw(many, shuffled, jnp.full(6, 9)).token
+    a = jitted_draw(many, one, jnp.full(6, 9)).token
+    b = jitted_draw(many, shuffled, jnp.full(6, 9)).token
     assert a[order].tolist() == b.tolist() and len(set(a.tolist())) > 1
 
 
 def test_extreme_logits_stay_finite() -> None:
     logits = jnp.array([[1e30, -1e30, 0.0], [-jnp.inf, 0.0, -jnp.inf]])
-    drawn = draw(logits, rows(2), jnp.array([0, 0]))
+    drawn = jitted_draw(logits, rows(2), jnp.array([0, 0]))
     assert drawn.token.tolist() == [0, 1]
     assert np.isfinite(np.asarray(drawn.logprob)).all() and np.isfinite(np.asarray(drawn.entropy)).all()

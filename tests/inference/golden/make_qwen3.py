@@ -16,8 +16,11 @@ import sys
 from typing import Any
 
 import numpy as np
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+import torch  # type: ignore[import-not-found]
+from transformers import (  # type: ignore[import-not-found]
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 MODELS: dict[str, dict[str, Any]] = {
     "untied": {
@@ -85,12 +88,14 @@ def greedy(model: Qwen3ForCausalLM, tokens: np.ndarray, steps: int) -> np.ndarra
     for _ in range(steps):
         following = model(ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
         ids = torch.cat([ids, following], dim=1)
-    return ids.numpy().astype(np.int32)
+    appended: np.ndarray = ids.numpy().astype(np.int32)
+    return appended
 
 
 def main(path: str) -> None:
     """Write the golden file to ``path``."""
-    rng, arrays = np.random.default_rng(20), {}
+    rng = np.random.default_rng(20)
+    arrays: dict[str, Any] = {}
     for name, shape in MODELS.items():
         model, weights = build(shape, rng)
         tokens = rng.integers(0, shape["vocab_size"], (3, 12)).astype(np.int32)
