@@ -187,6 +187,18 @@ def test_connection_errors_are_named() -> None:
     a.close()
 
 
+def test_a_listener_is_named_by_how_others_reach_it() -> None:
+    with wire.listen("127.0.0.1") as loop, wire.listen("0.0.0.0") as everywhere:
+        port = loop.getsockname()[1]
+        assert wire.address_of(loop, "http://10.0.0.1:80") == f"127.0.0.1:{port}"
+        named = wire.address_of(everywhere, f"http://127.0.0.1:{port}")
+        assert named == f"127.0.0.1:{everywhere.getsockname()[1]}"
+        wire.dial(named, 5).close()
+    assert (
+        wire.is_loopback("::1") and not wire.is_loopback("0.0.0.0") and not wire.is_loopback("host.example")
+    )
+
+
 def test_close_wakes_a_waiting_receiver() -> None:
     left, right = socket.socketpair()
     conn = wire.Connection(left, "p")

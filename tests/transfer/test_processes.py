@@ -179,7 +179,7 @@ def test_killed_trainer_leaves_engines_serving_and_a_new_lineage_takes_over(cast
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.invariant(32)
 def test_kill_and_stop_of_the_sender_in_mid_transfer(cast: Cast, token_file: Path, transport: str) -> None:
-    big: dict[str, Any] = {"transport": transport, "vocab": 1 << 19, "timeout_s": 3.0}
+    big: dict[str, Any] = {"transport": transport, "vocab": 1 << 18, "timeout_s": 3.0}
     trainer, engine = cast.trainer("a", **big), cast.engine("x", **big)
     for peer in (trainer, engine):
         peer.expect("ready")
@@ -211,7 +211,7 @@ def test_kill_and_stop_of_the_sender_in_mid_transfer(cast: Cast, token_file: Pat
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.invariant(32)
 def test_killed_receiver_in_mid_transfer_disturbs_nobody(cast: Cast, transport: str) -> None:
-    big: dict[str, Any] = {"transport": transport, "vocab": 1 << 18}
+    big: dict[str, Any] = {"transport": transport, "vocab": 1 << 17}
     trainer, victim, other = cast.trainer("a", **big), cast.engine("x", **big), cast.engine("y", **big)
     for peer in (trainer, victim, other):
         peer.expect("ready")
