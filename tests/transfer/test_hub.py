@@ -235,6 +235,23 @@ def test_a_client_that_never_finishes_its_headers_is_cut_off(
         hub.close()
 
 
+@pytest.mark.invariant(28)
+def test_a_hub_that_ends_answers_its_long_polls(token_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    hub = ServerThread(token_file)
+    answers: list[Any] = []
+    with HubClient(hub.url, token_file, timeout_s=0.2) as client:
+        poll = threading.Thread(
+            target=lambda: answers.append(client.call("/v1/newest", {"model": "m", "timeout_s": 20}, 20))
+        )
+        poll.start()
+        time.sleep(0.3)
+        start = time.monotonic()
+        hub.close()
+        poll.join(10)
+        assert time.monotonic() - start < 5 and answers[0]["newest"] is None
+    assert "Exception" not in caplog.text
+
+
 def test_only_loopback_is_quiet(token_file: Path, caplog: pytest.LogCaptureFixture) -> None:
     stop = threading.Event()
     stop.set()

@@ -80,7 +80,13 @@ class Hub:
         self.ttl_s = ttl_s
         self.state = HubState(epoch=secrets.token_hex(8))
         self.blobs: dict[str, bytes] = {}
+        self.closing = False
         self._changed = asyncio.Event()
+
+    def close(self) -> None:
+        """Let every long poll end now, with what it has."""
+        self.closing = True
+        self._changed.set()
 
     def apply(self, event: machine.Event) -> machine.Done | machine.Refused:
         """Apply one event and wake every long poll if the state changed."""
@@ -100,7 +106,7 @@ class Hub:
             changed = self._changed
             result = ask()
             remaining = deadline - time.monotonic()
-            if result is not None or remaining <= 0:
+            if result is not None or remaining <= 0 or self.closing:
                 return result
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(changed.wait(), remaining)
@@ -398,5 +404,6 @@ async def _serve(
         announce(url)
     while not stop.is_set() and not serving.done():
         await asyncio.sleep(0.1)
+    hub.close()
     server.should_exit = True
     await serving
