@@ -26,7 +26,7 @@ from jaxrl_sync.tasks.protocol import Environment, Step, Task
 
 OnEpisode = Callable[[int, Episode], None]
 OnLoss = Callable[[int, Fate, str, str], None]
-_MAX_RESUMES = 16
+_MAX_RESUMES = 1000
 
 
 class EpisodeError(Exception):

@@ -199,7 +199,11 @@ def test_buffered_bytes_stay_bounded_over_a_long_run() -> None:
     outcome = simulation.run()
     assert outcome.ended
     assert outcome.max_bytes <= (3 + 1) * 4 * 100
-    assert len(simulation.book.records) <= 256
+    book, cursor = simulation.book, simulation.source.cursor()
+    assert len(book.records) <= 256 and len(book.reasons) < 20 and len(book.details) < 20
+    assert not book.open and not book.queue and not book.retries
+    assert max(len(c["consumed"]) for c in outcome.cursors) <= (3 + 1) * 4, "the cursor stays small"
+    assert cursor["position"] == 400 * 4 and cursor["consumed"] == []
 
 
 @pytest.mark.invariant(16)
