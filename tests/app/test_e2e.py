@@ -160,7 +160,7 @@ def test_a_task_that_fails_is_one_clear_line(
 
 
 def test_a_prompt_that_always_fails_is_dropped_and_counted(tmp_path: Path) -> None:
-    fault = ("--task.name=faulty", "--task.args.score_raises=3", "--run.steps=5", "--eval.prompts=4")
+    fault = ("--task.name=faulty", '--task.args.score_raises="3"', "--run.steps=5", "--eval.prompts=4")
     with Run(tmp_path / "run", *SMALL, *fault) as run:
         code, _, err = run.finish(timeout_s=150)
         assert code == 0, err
@@ -168,6 +168,21 @@ def test_a_prompt_that_always_fails_is_dropped_and_counted(tmp_path: Path) -> No
         check_flow(summary)
         assert summary["flow"]["prompts_given_up"] >= 1
         assert summary["flow"]["train"]["errored"] >= 1
+
+
+def test_a_rollout_that_never_ends_is_cut_off(tmp_path: Path) -> None:
+    fault = (
+        "--task.name=faulty",
+        '--task.args.never_ends="3"',
+        "--loop.group_timeout_s=4",
+        "--eval.prompts=2",
+    )
+    with Run(tmp_path / "run", *SMALL, *fault, "--run.steps=6") as run:
+        code, _, err = run.finish(timeout_s=150)
+        assert code == 0, err
+        summary = run.json("summary.json") or {}
+        check_flow(summary)
+        assert summary["steps"] == 6
 
 
 def test_too_little_shared_memory_is_one_clear_line(tmp_path: Path) -> None:
