@@ -20,6 +20,7 @@ from jaxrl_sync.orchestrator.source import DataSource, Draw
 from jaxrl_sync.transfer.version import Version
 
 _AHEAD = 0.5
+_MAX_LOSSES = 8
 
 
 class Book:
@@ -40,6 +41,7 @@ class Book:
         self.eval_waiting = 0
         self.draining = False
         self._loads: collections.Counter[str] = collections.Counter()
+        self._losses: collections.Counter[int] = collections.Counter()
         self._in_flight: collections.Counter[Kind] = collections.Counter()
         self._failed_in_row = 0
         self._empty_in_row = 0
@@ -210,11 +212,15 @@ class Book:
     def drop_lost(self, gid: int, reason: str) -> OpenGroup | None:
         """A group's engine is gone: its samples are counted as errored and its prompt is issued again.
 
-        That is no attempt of the prompt's: a bound on the restarts of engines is the supervisor's.
+        That is no attempt of the prompt's, unless it is there every time that an engine is lost.
         """
         group = self.cancel(gid, "errored", reason)
         if group is not None and group.kind == "train":
-            self.retries.append((group.draw, group.attempt))
+            self._losses[group.draw.position] += reason == "engine_lost"
+            if self._losses[group.draw.position] > _MAX_LOSSES:
+                self.fail(group, reason)
+            else:
+                self.retries.append((group.draw, group.attempt))
         return group
 
     def sweep(self) -> list[ReadyGroup]:
@@ -249,7 +255,7 @@ class Book:
         self.queue = [g for g in self.queue if g.gid not in taken]
         self.flow["train"] = self.flow["train"].ship(sum(g.samples for g in batch))
         for group in batch:
-            self.source.consume(group.draw.position)
+            self._consume(group.draw)
         self.step += 1
         self.sweep()
         return batch
@@ -308,6 +314,10 @@ class Book:
     def _data_ended(self) -> bool:
         running = any(g.kind == "train" for g in self.open.values())
         return self.source.exhausted and not self.retries and not running
+
+    def _consume(self, draw: Draw) -> None:
+        self._losses.pop(draw.position, None)
+        self.source.consume(draw.position)
 
     def _takes_more(self, engine: EngineView) -> bool:
         """An engine gets half as much again as it has slots: none idles, and nothing ages in its queue."""
@@ -398,7 +408,7 @@ class Book:
 
     def _give_up(self, draw: Draw, reason: str, *, failed: bool = True) -> None:
         """Consume a prompt that gave nothing; failures in a row count one by one, empty groups by batches."""
-        self.source.consume(draw.position)
+        self._consume(draw)
         self.prompts_given_up += failed
         self._failed_in_row += failed
         self._empty_in_row += 1

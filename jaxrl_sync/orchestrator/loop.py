@@ -46,6 +46,8 @@ from jaxrl_sync.sharding.errors import UserError
 from jaxrl_sync.tasks.protocol import Dataset, Split, Task
 from jaxrl_sync.transfer.version import Version
 
+_DRAIN_S = 6.0
+
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
@@ -212,8 +214,12 @@ class Loop:
         return label is not None and label.number >= self.policy.committed and self.watcher.all_current()
 
     async def _watch_stop(self) -> None:
+        """Asked to stop: open nothing more, and let the step that is being trained be acknowledged."""
         while not self._parts.stop.is_set():
             await asyncio.sleep(0.1)
+        self.phase = "stopping"
+        self.book.draining = self.train_sink.stopping = True
+        await self.signal.holds(lambda: not self.train_sink.sending, _DRAIN_S)
         raise InterruptedRunError(
             f"asked to stop at step {self.policy.committed} of {self.config.steps}; the run can be resumed"
         )

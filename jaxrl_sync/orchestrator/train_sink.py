@@ -87,6 +87,8 @@ class TrainSink:
         self._keep = keep
         self._outbox: collections.deque[_Packed] = collections.deque()
         self.shipped_all = False
+        self.stopping = False
+        self.sending = False
         self.done = False
 
     @property
@@ -138,9 +140,9 @@ class TrainSink:
         """Send packed steps in order; returns once the last one is acknowledged."""
         while True:
             seen = self._signal.count
-            if self._outbox:
+            if self._outbox and not self.stopping:
                 await self._send(self._outbox[0])
-            elif self.shipped_all:
+            elif self.shipped_all and not self._outbox:
                 break
             else:
                 await self._signal.changed(seen, self._config.poll_s)
@@ -148,9 +150,10 @@ class TrainSink:
         self._signal.notify()
 
     async def _send(self, packed: _Packed) -> None:
-        began = time.monotonic()
+        began, self.sending = time.monotonic(), True
         ack = await self._link.send(packed.facts.step, packed.frames, self._config.step_timeout_s)
         self._outbox.popleft()
+        self.sending = False
         self._policy.commit(ack.number)
         self._on_step(packed.facts, ack, time.monotonic() - began)
         self._signal.notify()
@@ -177,15 +180,15 @@ class TrainSink:
                 quiet, last = time.monotonic(), self._progress()
             elif time.monotonic() - quiet > limit:
                 raise DeadlineError(
-                    f"no sample ended for {limit:g} s while step {self._book.step} lacks a batch: "
+                    f"no sample came for {limit:g} s while step {self._book.step} lacks a batch: "
                     f"{self._state()}"
                 )
         self._on_wait("batch", began, time.time(), self._book.step)
         return True
 
     def _progress(self) -> tuple[int, ...]:
-        flow = self._book.flow["train"]
-        return (flow.submitted, flow.running, self._policy.committed)
+        flow, given_up = self._book.flow["train"], self._book.prompts_given_up
+        return (flow.accepted, flow.filtered, flow.dropped, given_up, self._policy.committed)
 
     def _state(self) -> str:
         flow = self._book.flow["train"]

@@ -235,6 +235,21 @@ def test_an_open_group_needs_nothing_from_the_gate_any_more() -> None:
     assert b.accept(group.gid, None) and b.ready()
 
 
+@pytest.mark.invariant(24)
+def test_a_prompt_that_is_there_whenever_an_engine_is_lost_is_given_up_in_the_end() -> None:
+    b = book(retry_cap=1)
+    seen = []
+    for _ in range(12):
+        group = b.admit([E0], 0.0)
+        assert group is not None
+        if group.draw.position != 0:
+            break
+        seen.append(group.attempt)
+        b.drop_lost(group.gid, "engine_lost")
+    assert seen == [0] * 9 + [1], "lost engines cost no attempt for a while"
+    assert b.prompts_given_up == 1 and b.source.cursor()["position"] == 1
+
+
 @pytest.mark.invariant(13)
 def test_an_engine_that_lags_takes_no_group_that_would_be_too_old() -> None:
     b = book(staleness_bound=1, prompts_per_step=1)

@@ -197,6 +197,7 @@ def test_a_request_to_stop_ends_the_run_within_seconds(tmp_path: Path) -> None:
         assert running.ended_within(15)
         assert time.monotonic() - began < 8
         assert running.exit_code == 130
+        assert [r["step"] for r in running.rows("step")] == [f.header.step for f in trainer.frames]
         summary = running.summary
         assert summary["permits"]["acquired"] == summary["permits"]["released"]
         assert summary["flow"]["train"]["running"] == 0
