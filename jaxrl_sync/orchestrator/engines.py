@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import httpx
@@ -58,6 +58,7 @@ class Engine:
     reserved: object | None = None
     swapping: bool = False
     failures: int = 0
+    missing_since: float | None = None
 
     @property
     def serves(self) -> bool:
@@ -86,9 +87,14 @@ class EngineSet:
         """Engines that may take new groups."""
         return [EngineView(e.name, e.version, e.slots) for e in self if e.serves and e.version is not None]
 
-    def update(self, infos: Mapping[str, Mapping[str, Any]]) -> tuple[list[Engine], list[Engine]]:
-        """Take the hub's members (name -> info); returns (joined, gone) incarnations."""
-        gone = [e for e in self if e.name not in infos or _identity(infos[e.name]) != (e.url, e.incarnation)]
+    def update(
+        self, infos: Mapping[str, Mapping[str, Any]], keep: Collection[str] = ()
+    ) -> tuple[list[Engine], list[Engine]]:
+        """Take the hub's members (name -> info); returns (joined, gone) incarnations.
+
+        An engine in ``keep`` stays although the hub does not list it (a restarted hub knows nobody yet).
+        """
+        gone = [e for e in self if _is_gone(e, infos.get(e.name), e.name in keep)]
         for engine in gone:
             self.remove(engine)
         joined = [_engine(name, i) for name, i in sorted(infos.items()) if name not in self._engines]
@@ -107,6 +113,10 @@ class EngineSet:
         """All engines in one line, for error messages."""
         rows = [f"{e.name} {e.state} at {e.version}" for e in self]
         return ", ".join(rows) or "no engine is registered"
+
+
+def _is_gone(engine: Engine, info: Mapping[str, Any] | None, keep: bool) -> bool:
+    return not keep if info is None else _identity(info) != (engine.url, engine.incarnation)
 
 
 def _identity(info: Mapping[str, Any]) -> tuple[str, str]:

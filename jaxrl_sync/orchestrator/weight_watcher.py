@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from jaxrl_sync.orchestrator.config import LoopConfig
@@ -35,6 +35,7 @@ _HEALTH_S = 2.0
 _MEMBERS_S = 0.5
 _RETRY_S = 2.0
 _SILENT = 5
+_FORGET_S = 30.0
 _BUSY_S = 0.2
 
 
@@ -126,7 +127,7 @@ class WeightWatcher:
                 for m in members
                 if m.rank == 0 and "url" in m.info
             }
-            joined, gone = self._engines.update(infos)
+            joined, gone = self._engines.update(infos, await self._still_there(infos))
             for engine in gone:
                 self._forget(engine, "engine_lost")
             for engine in joined:
@@ -134,6 +135,26 @@ class WeightWatcher:
             if joined or gone:
                 self._signal.notify()
             await asyncio.sleep(_MEMBERS_S)
+
+    async def _still_there(self, infos: Mapping[str, Any]) -> set[str]:
+        """Engines that the hub does not list but that answer: they register again with a restarted hub."""
+        for engine in self._engines:
+            if engine.name in infos:
+                engine.missing_since = None
+        missing = [e for e in self._engines if e.name not in infos]
+        answers = await asyncio.gather(*(self._answers(e) for e in missing))
+        return {e.name for e, answered in zip(missing, answers, strict=True) if answered}
+
+    async def _answers(self, engine: Engine) -> bool:
+        now = time.monotonic()
+        engine.missing_since = engine.missing_since or now
+        if now - engine.missing_since > _FORGET_S:
+            return False
+        try:
+            health = await self._client.health(engine, _HEALTH_S)
+        except (EngineGoneError, EngineRefusedError):
+            return False
+        return health.get("version") is not None
 
     async def _keep(self, engine: Engine) -> None:
         """One engine from joining to its end: swap to what is newer, probe it when it is suspect."""

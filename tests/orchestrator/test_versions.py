@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from jaxrl_sync.batch.pack import unpack
 from jaxrl_sync.config.sections import RunConfig
 from jaxrl_sync.orchestrator import process
 from jaxrl_sync.orchestrator.config import LoopConfig, loop_config
+from jaxrl_sync.transfer.hub.client import HubClient, Member
 
 from .harness import Running, context, world
 
@@ -170,3 +172,28 @@ def test_pausing_with_abort_resumes_every_rollout_on_the_new_weights(tmp_path: P
                 assert len(versions) <= 6 and (versions[1:] >= versions[:-1]).all()
         assert running.summary["multi_version_fraction"] > 0
         assert running.summary["flow"]["train"]["cancelled"] == 0
+
+
+def test_a_hub_that_forgot_everybody_costs_no_rollout_of_an_engine_that_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgetful = threading.Event()
+
+    class Forgetful(HubClient):
+        def members(self, role: str | None = None) -> list[Member]:
+            return [] if forgetful.is_set() else super().members(role)
+
+    monkeypatch.setattr(process, "HubClient", Forgetful)
+    with world(tmp_path, train_s=0.1) as (url, engines, trainer):
+        running = Running(context(tmp_path, url, run={"steps": 40}))
+        while len(trainer.frames) < 3:
+            time.sleep(0.01)
+        forgetful.set()
+        seen = len(trainer.frames)
+        time.sleep(1.5)
+        assert len(trainer.frames) > seen, "training went on meanwhile"
+        forgetful.clear()
+        running.join(60)
+        assert running.summary["engines_lost"] == 0
+        assert running.summary["flow"]["train"]["errored"] == 0
+        assert len(trainer.frames) == 40 and len(engines) == 2
