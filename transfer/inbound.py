@@ -145,6 +145,7 @@ class Inbound:
         """
         if not self._round_lock.acquire(timeout=remaining(deadline)):
             raise DeadlineError(f"the link to {self.peer} is busy")
+        self.unconfirmed = True
         self._connection.send(
             {
                 "kind": "ready",
@@ -156,7 +157,6 @@ class Inbound:
             },
             timeout_s=remaining(deadline),
         )
-        self.unconfirmed = True
         answer = self._next(offer, deadline)
         if answer.get("kind") == "refused":
             self.unconfirmed = False

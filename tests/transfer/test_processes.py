@@ -228,6 +228,25 @@ def test_killed_receiver_in_mid_transfer_disturbs_nobody(cast: Cast, transport: 
     assert reach(again, "a:1", 120)["digest"] == answer["expected"]
 
 
+@pytest.mark.invariant(33)
+def test_an_engine_that_stood_still_longer_than_its_lease_catches_up(cast: Cast) -> None:
+    trainer, frozen, other = cast.trainer("a"), cast.engine("x"), cast.engine("y")
+    for peer in (trainer, frozen, other):
+        peer.expect("ready")
+    trainer.publish(0)
+    for peer in (frozen, other):
+        reach(peer, "a:0")
+    frozen.kill(signal.SIGSTOP)
+    for number in (1, 2):
+        expected = trainer.publish(number)
+        assert reach(other, f"a:{number}")["digest"] == expected
+    time.sleep(3.0)  # the lease is 2 s
+    frozen.kill(signal.SIGCONT)
+    assert reach(frozen, "a:2")["digest"] == expected
+    expected = trainer.publish(3)
+    assert reach(frozen, "a:3")["digest"] == reach(other, "a:3")["digest"] == expected
+
+
 @pytest.mark.invariant(19)
 def test_killed_hub_comes_back_and_syncs_go_on(tmp_path: Path, token_file: Path) -> None:
     code = (
