@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import mmap
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
-from jaxrl_sync.sharding.errors import MappingError
 from jaxrl_sync.sharding.kernels import CopyTable
-from jaxrl_sync.sharding.layout import Layout, dtype_of
+from jaxrl_sync.sharding.layout import Layout, Placement, dtype_of
+from jaxrl_sync.sharding.paths import leaves_by_path
 from jaxrl_sync.sharding.planning import Plan
+from jaxrl_sync.sharding.shardings import given_shardings, local_devices, named_shardings
 from jaxrl_sync.sharding.slots import SlotLayout
 
 Key = tuple[int, str]
@@ -22,7 +22,7 @@ Key = tuple[int, str]
 class Pool:
     """Memory for one copy of a plan's target on the devices of this process, and jax arrays that alias it."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, target: Any = None) -> None:
         self.plan_digest = plan.digest
         self.views: dict[Key, Any] = {}
         for process in sorted(set(plan.target.devices.values())):
@@ -30,9 +30,19 @@ class Pool:
             memory = np.frombuffer(mmap.mmap(-1, slot.total_bytes), np.uint8)
             memory[:: mmap.PAGESIZE] = 0  # first touch is far slower than any later copy
             self.views.update(slot.views(memory))
-        self._tables: dict[str, CopyTable] = {}
-        self._write_constants(plan)
+        self.checked: dict[Any, tuple[int, ...]] = {}
+        self._table: CopyTable | None = None
+        self._fanout: CopyTable | None = None
         self._plan = plan
+        self._shards: dict[Key, Any] | None = None
+        devices = local_devices(plan.target)
+        self._aliased = all(devices[d].platform == "cpu" for d in plan.target.devices)
+        self._shardings: dict[Placement, Any] = (
+            dict(named_shardings(plan.target, devices))
+            if target is None
+            else given_shardings(plan.target, leaves_by_path(target, "target"))
+        )
+        self._write_constants(plan)
 
     def _write_constants(self, plan: Plan) -> None:
         values = {(-1, name): array for name, array in plan.constant_values.items()}
@@ -43,67 +53,61 @@ class Pool:
 
     def table(self, plan: Plan) -> CopyTable:
         """The copy table of the whole plan, built once."""
-        if plan.digest not in self._tables:
+        if self._table is None:
             processes = sorted(set(plan.target.devices.values()))
-            edges = [e for p in processes for e in plan.for_rank(p, "target").edges]
-            self._tables[plan.digest] = CopyTable.direct([c for e in edges for c in e.copies])
-        return self._tables[plan.digest]
+            ranks = [plan.for_rank(p, "target") for p in processes]
+            self._table = CopyTable.direct([c for r in ranks for e in r.edges for c in e.copies])
+            fanout = [c for r in ranks for c in r.fanout]
+            self._fanout = CopyTable.direct(fanout) if fanout else None
+        return self._table
 
-    @functools.cached_property
+    def fanout(self, plan: Plan) -> CopyTable | None:
+        """The copies inside receiving nodes (policy "node"), to run after `table`; None if there are none."""
+        self.table(plan)
+        return self._fanout
+
     def arrays(self) -> dict[str, Any]:
-        """Path -> global array over the pool's memory. Built once; contents follow the memory."""
-        return arrays_over(self._plan.target, self.views)
+        """Path -> global array over the pool's memory: new array objects over shards that are made once.
+
+        New ones because jax keeps the host copy that ``np.asarray`` makes of a sharded array: an old object
+        would go on showing what the memory held then. On CPU the shards alias the memory; elsewhere they are
+        copies.
+        """
+        if self._shards is None or not self._aliased:
+            self._shards = shards_over(self._plan.target, self.views)
+        return global_arrays(self._plan.target, self._shards, self._shardings)
 
 
-def make_pool(plan: Plan) -> Pool:
-    """Allocates and touches a pool for `reshard(..., out=pool)`; takes seconds per gigabyte."""
-    return Pool(plan)
+def make_pool(plan: Plan, target: Any = None) -> Pool:
+    """Allocates and touches a pool for `reshard(..., out=pool)`; takes seconds per gigabyte.
 
-
-def arrays_over(layout: Layout, views: dict[Key, Any]) -> dict[str, Any]:
-    """Path -> jax.Array over the given shard memory, aliased on CPU (64-byte aligned views), not copied.
-
-    All devices of the layout must be devices of this process.
+    ``target``: the tree of ``jax.ShapeDtypeStruct`` or arrays that the plan's target layout came from;
+    results then have its very shardings. Without it they have equal boxes over a mesh of devices in order.
     """
-    devices = {d.id: d for d in jax.devices()}
-    missing = [d for d in layout.devices if d not in devices]
-    if missing:
-        raise MappingError(f"devices {missing} of the target layout are not devices of this process")
+    return Pool(plan, target)
+
+
+def shards_over(layout: Layout, views: dict[Key, Any]) -> dict[Key, Any]:
+    """(device, path) -> single-device array over the given memory; aliased, not copied, on CPU.
+
+    Views must be 64-byte aligned (`SlotLayout` sees to it): jax silently copies others. All devices of the
+    layout must be devices of this process.
+    """
+    devices = local_devices(layout)
     keys = [(s.device, path) for path, t in layout.items() for s in t.shards]
-    data = [views[k].reshape(layout[k[1]].placement.by_device[k[0]].box.shape) for k in keys]
-    shards = jax.device_put(
-        [d.view(dtype_of(layout[k[1]].dtype)) for k, d in zip(keys, data, strict=True)],
-        [SingleDeviceSharding(devices[k[0]]) for k in keys],
-        may_alias=True,
-    )
-    by_path: dict[str, list[Any]] = {}
-    for (_, path), shard in zip(keys, shards, strict=True):
-        by_path.setdefault(path, []).append(shard)
+    data = [
+        views[k].reshape(layout[k[1]].placement.by_device[k[0]].box.shape).view(dtype_of(layout[k[1]].dtype))
+        for k in keys
+    ]
+    placed = jax.device_put(data, [SingleDeviceSharding(devices[d]) for d, _ in keys], may_alias=True)
+    return dict(zip(keys, placed, strict=True))
+
+
+def global_arrays(layout: Layout, shards: dict[Key, Any], shardings: dict[Placement, Any]) -> dict[str, Any]:
+    """Path -> jax.Array of these shards."""
     return {
         path: jax.make_array_from_single_device_arrays(
-            t.shape, _sharding(layout, path, devices), by_path[path]
+            t.shape, shardings[t.placement], [shards[s.device, path] for s in t.shards]
         )
         for path, t in layout.items()
     }
-
-
-def _sharding(layout: Layout, path: str, devices: dict[int, Any]) -> NamedSharding:
-    """A sharding with exactly the boxes of the layout: a mesh axis per split dimension, one for replicas."""
-    placement = layout[path].placement
-    boxes = list(placement.by_box)
-    rank = len(placement.shape)
-    edges = [sorted({(b.start[d], b.stop[d]) for b in boxes}) for d in range(rank)]
-    grid = tuple(len(e) for e in edges)
-    replicas = len(placement.shards) // len(boxes)
-    mesh = np.empty((*grid, replicas), object)
-    for box, shards in placement.by_box.items():
-        at = tuple(e.index((a, b)) for e, a, b in zip(edges, box.start, box.stop, strict=True))
-        for r, shard in enumerate(shards):
-            mesh[(*at, r)] = devices[shard.device]
-    if any(m is None for m in mesh.flat):
-        raise MappingError(
-            f"{path!r}: the boxes {list(map(str, boxes))} form no grid; jax has no sharding for it"
-        )
-    names = (*(f"d{d}" for d in range(rank)), "replica")
-    spec = [f"d{d}" if n > 1 else None for d, n in enumerate(grid)]
-    return NamedSharding(jax.sharding.Mesh(mesh, names), jax.sharding.PartitionSpec(*spec))

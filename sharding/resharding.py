@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_sync.sharding.box import Box
 from jaxrl_sync.sharding.errors import MappingError
 from jaxrl_sync.sharding.exporting import export
-from jaxrl_sync.sharding.kernels import CopyTable
 from jaxrl_sync.sharding.paths import leaves_by_path, nested
 from jaxrl_sync.sharding.planning import Plan
 from jaxrl_sync.sharding.pool import Pool
@@ -33,35 +33,67 @@ def _export(params: Any, plan: Plan) -> dict[str, Any]:
     return export(corr, params)
 
 
-def source_views(arrays: dict[str, Any], plan: Plan) -> dict[tuple[int, str], Any]:
-    """(device, name) -> read-only view of each shard's memory; no copy. Blocks until the arrays are ready."""
+def source_views(
+    arrays: dict[str, Any], plan: Plan, seen: dict[Any, tuple[int, ...]] | None = None
+) -> dict[tuple[int, str], Any]:
+    """(device, name) -> read-only view of each shard's memory; no copy. Blocks until the arrays are ready.
+
+    ``seen``: kept by the caller between calls, so that an array's layout is compared with the plan once per
+    sharding and not once per call.
+    """
+    jax.block_until_ready(list(arrays.values()))
+    seen = {} if seen is None else seen
     views = {}
     for name, array in arrays.items():
-        placed = plan.source[name].placement.by_device
-        for shard in jax.block_until_ready(array).addressable_shards:
-            expected = placed.get(shard.device.id)
-            if expected is None or shard.data.shape != expected.box.shape:
-                raise MappingError(f"{name!r} is not laid out as the plan says on device {shard.device.id}")
-            views[shard.device.id, name] = np.asarray(shard.data)
+        key = (name, array.sharding, array.shape)
+        devices = seen.get(key)
+        if devices is None:
+            devices = seen[key] = _devices(name, array, plan)
+        for i, device in enumerate(devices):
+            views[device, name] = np.asarray(array.addressable_data(i))
     return views
 
 
-def reshard(params: Any, plan: Plan, out: Pool | None = None, threads: int = 2) -> Any:
+def _devices(name: str, array: Any, plan: Plan) -> tuple[int, ...]:
+    """The devices of an array's shards in their order, after the comparison with the plan."""
+    placed = plan.source[name].placement.by_device
+    shards = array.addressable_shards
+    for shard in shards:
+        expected = placed.get(shard.device.id)
+        if expected is None or _box(shard.index, array.shape) != expected.box:
+            raise MappingError(f"{name!r} is not laid out as the plan says on device {shard.device.id}")
+    return tuple(s.device.id for s in shards)
+
+
+def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+    edges = [s.indices(n) for s, n in zip(index, shape, strict=True)]
+    return Box(tuple(e[0] for e in edges), tuple(e[1] for e in edges))
+
+
+def reshard(params: Any, plan: Plan, out: Pool | None = None, threads: int = 2, donate: bool = False) -> Any:
     """The target tree of ``params`` on the target's devices, bit for bit what the conversion gives.
 
     ``params``: the trainer's tree, or the arrays that `Correspondence.export` made. ``out``: a pool from
     `make_pool` whose memory the result aliases (without copying it); no array of an earlier result may be in
-    use by a running computation, their contents change. Without it a new pool is made. Blocks. Returns nested
-    dictionaries by path. `MappingError` if the arrays are not laid out as planned.
+    use by a running computation, their contents change. Without it a new pool is made. ``donate``: delete the
+    source arrays afterwards (never by ``jax.device_put(donate=True)``, which crashes between disjoint CPU
+    devices). Blocks. Returns nested dictionaries by path. `MappingError` if the arrays are not laid out as
+    planned.
     """
     if out is None:
         out = make_pool(plan)
     if out.plan_digest != plan.digest:
         raise MappingError(f"pool was made for plan {out.plan_digest}, not for {plan.digest}")
-    views = source_views(_export(params, plan), plan)
-    table = out.table(plan)
-    table.execute(views, out.views, threads)
-    return nested(out.arrays)
+    arrays = _export(params, plan)
+    views = source_views(arrays, plan, out.checked)
+    out.table(plan).execute(views, out.views, threads)
+    if (inside := out.fanout(plan)) is not None:
+        inside.execute(out.views, out.views, threads)
+    views.clear()
+    if donate:
+        for array in (*arrays.values(), *jax.tree.leaves(params)):
+            array.delete()
+    return nested(out.arrays())
 
 
-__all__ = ["CopyTable", "make_pool", "reshard", "source_views"]
+__all__ = ["make_pool", "reshard", "source_views"]

@@ -1,0 +1,113 @@
+"""jax shardings with exactly the boxes of a layout, over one mesh per set of devices.
+
+A layout knows devices and boxes, not the mesh they came from. Arrays that one jitted function takes must agree on
+the order of devices, so all placements on the same devices are written over one mesh: the devices in order
+of their number, as a grid of prime factors.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_sync.sharding.errors import MappingError
+from jaxrl_sync.sharding.layout import Layout, Placement
+
+
+def _primes(n: int) -> list[int]:
+    found, p = [], 2
+    while n > 1:
+        while n % p == 0:
+            found.append(p)
+            n //= p
+        p += 1
+    return found
+
+
+def _spec(placement: Placement, order: Sequence[int], grid: tuple[int, ...]) -> PartitionSpec | None:
+    """The spec of a placement over a grid of its devices, or None if its boxes don't follow the grid."""
+    names: list[tuple[str, ...] | None] = []
+    for d in range(len(placement.shape)):
+        starts = [placement.by_device[device].box.start[d] for device in order]
+        edges = sorted({(s.box.start[d], s.box.stop[d]) for s in placement.shards})
+        if len({b - a for a, b in edges}) > 1:
+            return None  # uneven: jax has no such array
+        block = np.array([[e[0] for e in edges].index(s) for s in starts]).reshape(grid)
+        weights = []
+        for axis in range(len(grid)):
+            step = np.diff(block, axis=axis)
+            if step.size and (step != step.flat[0]).any():
+                return None
+            if step.size and step.flat[0]:
+                weights.append((int(step.flat[0]), axis))
+        weights.sort(reverse=True)
+        expected = 1
+        for weight, axis in reversed(weights):
+            if weight != expected:
+                return None
+            expected *= grid[axis]
+        if expected != len(edges):
+            return None
+        names.append(tuple(f"a{axis}" for _, axis in weights) or None)
+    return PartitionSpec(*names)
+
+
+def named_shardings(layout: Layout, devices: dict[int, Any]) -> dict[Placement, NamedSharding]:
+    """A sharding for every placement of the layout; ``devices``: number -> jax device.
+
+    Boxes that no mesh of the devices in order of their number can express are a `MappingError`; then give
+    the target tree to `make_pool`.
+    """
+    groups: dict[tuple[int, ...], dict[Placement, str]] = {}
+    for path, tensor in layout.items():
+        order = tuple(sorted(tensor.placement.by_device))
+        groups.setdefault(order, {}).setdefault(tensor.placement, path)
+    found: dict[Placement, NamedSharding] = {}
+    for order, placements in groups.items():
+        found |= _group(order, placements, devices)
+    return found
+
+
+def _group(
+    order: tuple[int, ...], placements: dict[Placement, str], devices: dict[int, Any]
+) -> dict[Placement, NamedSharding]:
+    failed = ""
+    for grid in sorted(set(itertools.permutations(_primes(len(order))))):
+        specs = {}
+        for placement, path in placements.items():
+            spec = _spec(placement, order, grid)
+            if spec is None:
+                failed = path
+                break
+            specs[placement] = spec
+        else:
+            table = np.empty(len(order), object)
+            table[:] = [devices[d] for d in order]
+            names = tuple(f"a{i}" for i in range(len(grid)))
+            mesh = Mesh(table.reshape(grid), names, axis_types=(AxisType.Auto,) * len(grid))
+            return {p: NamedSharding(mesh, s) for p, s in specs.items()}
+    raise MappingError(
+        f"{failed!r}: no mesh of devices {list(order)} in this order has its boxes; "
+        "give make_pool the target tree"
+    )
+
+
+def given_shardings(layout: Layout, leaves: dict[str, Any]) -> dict[Placement, Any]:
+    """The shardings of a target tree's leaves, after a check that they have the layout's boxes."""
+    if Layout.of(leaves) != layout:
+        raise MappingError("the target tree is not laid out as the plan's target")
+    return {layout[path].placement: leaf.sharding for path, leaf in leaves.items()}
+
+
+def local_devices(layout: Layout) -> dict[int, Any]:
+    """Number -> device of this process's jax; a layout with others is a `MappingError`."""
+    devices = {d.id: d for d in jax.devices()}
+    missing = [d for d in layout.devices if d not in devices]
+    if missing:
+        raise MappingError(f"devices {missing} of the target layout are not devices of this process")
+    return devices

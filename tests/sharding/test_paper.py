@@ -1,0 +1,112 @@
+"""Planning on paper: catalog, command line, relays, scale."""
+
+from __future__ import annotations
+
+import functools
+import time
+
+import pytest
+
+from jaxrl_sync.sharding import MappingError, plan, trace
+from jaxrl_sync.sharding.cli import main, paper_source, paper_target
+from jaxrl_sync.sharding.paper import PaperMesh
+from jaxrl_sync.sharding.presets import family
+from jaxrl_sync.sharding.presets.catalog import MODELS, model
+from jaxrl_sync.sharding.relays import relay
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("llama-3.1-8b", 8.0), ("llama-3.1-70b", 70.6), ("qwen3-0.6b", 0.75), ("qwen3-30b-a3b", 30.5),
+     ("qwen3-235b-a22b", 235.1), ("deepseek-v3", 671.0), ("kimi-k2", 1026.0)],
+)  # fmt: skip
+def test_published_models_have_their_published_sizes(name: str, billions: float) -> None:
+    assert model(name).num_params / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_kimi_has_69120_expert_tensors() -> None:
+    cfg = MODELS["kimi-k2"]
+    assert cfg.expert_layers * cfg.num_experts * 3 == 69_120
+
+
+def test_command_line_prints_report_replicas_and_explanation(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--model qwen3-0.6b --source fsdp=16 --target tp=8 --replicas 4 --explain layers/3/qkv --gbit 100"
+    assert main(words.split()) == 0
+    out = capsys.readouterr().out
+    assert "redundancy 1.000" in out
+    assert "4 engines of 1 nodes from 2 trainer nodes" in out
+    assert "layers/3/qkv: bfloat16[1024, 8, 4, 128], cast" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--model qwen4 --source fsdp=2 --target tp=2", "unknown model 'qwen4'"),
+        ("--model qwen3-0.6b --source fsdp --target tp=2", "expected NAME=SIZE"),
+        ("--model qwen3-0.6b --source fsdp=2 --target pp=2", "unknown axis 'pp'"),
+        ("--model qwen3-0.6b --source fsdp=2 --target tp=2 --explain nope", "no tensor 'nope'"),
+    ],
+)
+def test_bad_command_lines_are_one_clear_line(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.split()) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
+
+
+def test_expert_parallel_targets_hold_their_own_experts_only() -> None:
+    cfg = family.FamilyConfig(64, 2, 64, 4, 2, 16, 96, num_dense_layers=1, num_experts=8, d_expert=32)
+    source = paper_source(cfg, PaperMesh.parse("fsdp=16"))
+    corr = trace(functools.partial(family.convert, cfg=cfg), source)
+    target = paper_target(cfg, PaperMesh.parse("ep=4,tp=2"), corr)
+    assert [s.device for s in target["layers/1/expert5/up"].shards] == [4, 5]
+    made = plan(corr.export_layout_of(source), target, corr)
+    held = {c.target_path for e in made.for_rank(0, "target").edges for c in e.copies if c.target_device == 0}
+    assert {int(p.split("/")[2][6:]) for p in held if "expert" in p} == {0, 1}
+
+
+def _cost(width: int) -> float:
+    """Seconds to trace and plan the same tensors at another size."""
+    cfg = family.FamilyConfig(64 * width, 4, 64 * width, 4, 2, 16 * width, 96 * width, num_dense_layers=1,
+                              num_experts=16, d_expert=32 * width)  # fmt: skip
+    source = paper_source(cfg, PaperMesh.parse("fsdp=16"))
+    start = time.process_time()
+    corr = trace(functools.partial(family.convert, cfg=cfg), source)
+    plan(corr.export_layout_of(source), paper_target(cfg, PaperMesh.parse("ep=4,tp=2"), corr), corr)
+    return time.process_time() - start
+
+
+def test_cost_does_not_grow_with_the_size_of_tensors() -> None:
+    _cost(1)
+    small = min(_cost(1) for _ in range(3))
+    large = min(_cost(64) for _ in range(3))  # 4096 times the parameters
+    assert large < 2 * small + 0.2
+
+
+@pytest.mark.slow
+def test_kimi_k2_from_256_to_128_devices() -> None:
+    cfg = model("kimi-k2")
+    start = time.process_time()
+    source = paper_source(cfg, PaperMesh.parse("fsdp=256"))
+    corr = trace(functools.partial(family.convert, cfg=cfg), source)
+    target = paper_target(cfg, PaperMesh.parse("tp=8,ep=16"), corr)
+    made = plan(corr.export_layout_of(source), target, corr)
+    took = time.process_time() - start
+    assert len(target) == 69_853 and len(made.templates) < 200
+    assert took < 60  # CPU seconds, generous: other processes share this machine's caches
+
+
+def test_relays_prefer_a_chain_for_large_payloads() -> None:
+    sizes = {"payload_bytes": 100 << 30, "source_rate": 100 << 30, "replica_rate": 100 << 30}
+    direct, chain, tree = (relay(8, shape=s, **sizes) for s in ("direct", "chain", "tree"))  # type: ignore[arg-type]
+    assert direct.seconds == pytest.approx(8.0)
+    assert chain.seconds < 1.01 and chain.depth == 8
+    assert tree.seconds < direct.seconds and tree.depth == 4
+    assert relay(8, **sizes) == chain
+    for r in (direct, chain, tree):
+        assert len(r.parents) == 8 and all(p < i for i, p in enumerate(r.parents))
+    with pytest.raises(MappingError, match="at least 1"):
+        relay(0, **sizes)
+    with pytest.raises(MappingError, match="relay shape"):
+        relay(2, shape="ring", **sizes)  # type: ignore[arg-type]
