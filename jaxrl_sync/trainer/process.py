@@ -76,10 +76,23 @@ def run(context: ProcessContext) -> None:
         )
         folder = context.run_dir / "checkpoints"
         checkpoints = stack.enter_context(Checkpoints(folder, context.config.trainer.checkpoint_keep))
-        trainer, meta = start(context, world, checkpoints, timeline)
-        seconds = trainer.warm_up()
-        logger.info("%s: version %s, compiled in %.1f s", context.name, meta.version, seconds)
-        _serve(context, world, checkpoints, timeline, trainer, meta, stack)
+        try:
+            trainer, meta = start(context, world, checkpoints, timeline)
+            seconds = trainer.warm_up(_barrier(context, world, "the first update"))
+            logger.info("%s: version %s, compiled in %.1f s", context.name, meta.version, seconds)
+            _serve(context, world, checkpoints, timeline, trainer, meta, stack)
+        except jax.errors.JaxRuntimeError as error:
+            if world.size == 1:
+                raise
+            raise WorldError(
+                f"trainer rank {world.rank} of {world.size}: a collective failed, so a peer is gone or stuck: "
+                f"{str(error)[:500]}"
+            ) from error
+
+
+def _barrier(context: ProcessContext, world: World, what: str) -> Callable[[], object]:
+    """Where all ranks meet before ``what``; compilation may take each of them ``start_timeout_s``."""
+    return lambda: world.gather({"before": what}, context.config.run.start_timeout_s)
 
 
 def start(
@@ -97,14 +110,16 @@ def start(
         checkpoints.drop_after(saved.version.number)
         meta = Meta(Version(lineage, saved.version.number), saved.version, saved.cursor)
     else:
-        state = _first_state(context, model, mesh)
+        state = _first_state(context, world, model, mesh)
         reference = state.params if loss.needs_reference else None
         meta = Meta(Version(lineage, 0), None, {})
     trainer = Trainer(model, settings, loss, mesh, state, reference, timeline.record)
     return trainer, meta
 
 
-def _first_state(context: ProcessContext, model: DecoderConfig, mesh: jax.sharding.Mesh) -> TrainState:
+def _first_state(
+    context: ProcessContext, world: World, model: DecoderConfig, mesh: jax.sharding.Mesh
+) -> TrainState:
     """Random weights or those of ``model.checkpoint``, after the supervised warm-up if there is one."""
     config, settings = context.config, trainer_config(context.config)
     if config.model.checkpoint is None:
@@ -129,7 +144,8 @@ def _first_state(context: ProcessContext, model: DecoderConfig, mesh: jax.shardi
     per = max(1, len(samples) // t.sft_steps)
     batches = [samples[i * per : (i + 1) * per] for i in range(t.sft_steps)]
     optimizer = OptimizerConfig(learning_rate=t.sft_learning_rate, beta1=t.beta1, beta2=t.beta2, eps=t.eps)
-    state, curve = supervised(model, settings, mesh, state, [b for b in batches if b], optimizer)
+    barrier = _barrier(context, world, "the warm-up")
+    state, curve = supervised(model, settings, mesh, state, [b for b in batches if b], optimizer, barrier)
     logger.info("%s: warm-up of %d updates, nll %.3f -> %.3f", context.name, len(curve), curve[0], curve[-1])
     return state
 

@@ -7,7 +7,7 @@ log-likelihood, so the compiled update of the loss ``none`` serves; only the rep
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from jax.sharding import Mesh
 
@@ -28,10 +28,12 @@ def supervised(
     state: TrainState,
     batches: Iterable[Sequence[Sample]],
     optimizer: OptimizerConfig,
+    barrier: Callable[[], object] = lambda: None,
 ) -> tuple[TrainState, list[float]]:
     """One update per batch of demonstrations: the state afterwards and the mean nll of each update.
 
-    ``state`` is donated. Every process is given the same batches and trains on its own rows. Moments and
+    ``state`` is donated. Every process is given the same batches and trains on its own rows; they meet in
+    ``barrier`` once they have compiled. Moments and
     counters start fresh in the state that is returned: it is version 0 of what follows.
     """
     tuned = dataclasses.replace(config, optimizer=optimizer, temperature=1.0)
@@ -40,6 +42,8 @@ def supervised(
     shape = PackConfig(ranks, config.rows // ranks, config.seq_len)
     state = dataclasses.replace(state, opt_state=train_state.fresh_moments(model, tuned, mesh, state.params))
     accumulator, curve = step.zeros(), []
+    step.compile(state, accumulator, step.empty(config.rows // ranks))
+    barrier()
     for samples in batches:
         packed = pack(samples, shape)
         micros = [step.put(fields) for fields in split(packed.for_rank(rank), packed.micro_batches)]

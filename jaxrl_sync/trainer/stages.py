@@ -53,6 +53,12 @@ class LogprobStage:
             params = copy_params(live, self._params)
         return [{**micro, self.field: self._field(params, micro)} for micro in micros]
 
+    def compile(self, live: Tree, micro: Batch) -> None:
+        """Compile without running, where the stage runs on the mesh of ``micro``."""
+        if not self._foreign(micro):
+            params = live if self.frozen is None else self.frozen
+            self.compiled.lower(params, {name: micro[name] for name in INPUTS}).compile()
+
     def _foreign(self, micro: Batch) -> bool:
         return micro["tokens"].sharding.device_set != self._rows.device_set
 

@@ -58,8 +58,8 @@ class Step:
     model: DecoderConfig
     config: TrainerConfig
     loss: LossConfig
-    accumulate: Callable[[Tree, Accumulator, Batch], Accumulator]
-    apply: Callable[[TrainState, Accumulator, jax.Array], tuple[TrainState, Accumulator, Sums]]
+    accumulate: Any
+    apply: Any
     logprobs: Callable[[Tree, Batch], jax.Array]
     zeros: Callable[[], Accumulator]
 
@@ -71,6 +71,20 @@ class Step:
             name: jax.make_array_from_process_local_data(sharding, np.asarray(fields[name], dtype), shape)
             for name, dtype in FIELDS.items()
         }
+
+    def compile(self, state: TrainState, accumulator: Accumulator, micro: Batch) -> None:
+        """Compile both functions without running them.
+
+        Ranks that meet in a collective for the first time have 30 s to find each other (gloo), which is less
+        than their compile times may differ: compile, meet in a barrier, then run.
+        """
+        self.accumulate.lower(state.params, accumulator, micro).compile()
+        self.apply.lower(state, accumulator, self.scalar(1.0)).compile()
+
+    def empty(self, rows: int) -> Batch:
+        """A micro-batch of padding; ``rows`` are this process's."""
+        shape = (rows, self.config.seq_len)
+        return self.put({name: np.zeros(shape, dtype) for name, dtype in FIELDS.items()})
 
     def update(
         self, state: TrainState, accumulator: Accumulator, micros: Iterable[Batch], denominator: float

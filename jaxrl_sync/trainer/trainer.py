@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -81,11 +81,18 @@ class Trainer:
         """The frozen reference weights, if the loss uses them."""
         return next((s.frozen for s in self.stages if s.frozen is not None), None)
 
-    def warm_up(self) -> float:
-        """Compile everything on an empty batch, which changes nothing; seconds."""
+    def warm_up(self, barrier: Callable[[], object] = lambda: None) -> float:
+        """Compile everything, meet the other ranks in ``barrier``, rehearse on an empty batch; seconds.
+
+        The rehearsal changes nothing.
+        """
         began = time.perf_counter()
-        shape = (self.rows, self.config.seq_len)
-        empty = self.step.put({name: np.zeros(shape, dtype) for name, dtype in FIELDS.items()})
+        empty = self.step.empty(self.rows)
+        full = {**empty, **{stage.field: empty["rollout_logprobs"] for stage in self.stages}}
+        for stage in self.stages:
+            stage.compile(self.params, empty)
+        self.step.compile(self.state, self._accumulator, full)
+        barrier()
         self._advance(self._staged([empty]), float("nan"))
         return time.perf_counter() - began
 

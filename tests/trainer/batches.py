@@ -67,7 +67,8 @@ def build(
     where = train_state.shardings(model, config, step.mesh)
     params = _weights(config.init_std, seed, model)
     zeros = make_optimizer(config.optimizer).init(params)
-    fresh = TrainState(params, host(zeros), np.int32(0), np.zeros(2, np.uint32))
+    count, key = np.zeros((), np.int32), np.zeros(2, np.uint32)
+    fresh: Any = TrainState(params, host(zeros), count, key)  # type: ignore[arg-type]
     state: TrainState = jax.device_put(fresh, where)
     return step, state
 

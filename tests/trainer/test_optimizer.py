@@ -37,7 +37,10 @@ def test_adamw_with_a_global_norm_clip_and_decay_of_kernels_only() -> None:
         m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g**2
         adam = m / (1 - 0.9**step) / (np.sqrt(v / (1 - 0.99**step)) + 1e-8)
         flat = flat - 0.1 * (adam + 0.5 * flat * np.array([1, 1, 0]))
-        grads = {"a": {"kernel": np.float32(grad[:2])}, "n": {"scale": np.float32(grad[2:])}}
+        grads = {
+            "a": {"kernel": np.asarray(grad[:2], np.float32)},
+            "n": {"scale": np.asarray(grad[2:], np.float32)},
+        }
         updates, moments = optimizer.update(grads, moments, params)
         params = jax.tree.map(np.add, params, updates)
     np.testing.assert_allclose(params["a"]["kernel"], flat[:2], rtol=1e-5)

@@ -28,7 +28,8 @@ MEANS = ("loss", "nll", "entropy", "mismatch_k3", "ratio_std", "ess", "grad_norm
 
 def _update(config: Any, batch: Any, times: int = 1) -> tuple[Any, dict[str, float]]:
     step, state = build(config)
-    accumulator, metrics = step.zeros(), {}
+    accumulator = step.zeros()
+    metrics: dict[str, float] = {}
     for _ in range(times):
         state, accumulator, metrics = step.update(
             state, accumulator, micros(step, batch), batch.num_valid_tokens
@@ -107,8 +108,8 @@ def test_updates_compile_once_and_reuse_their_buffers() -> None:
         if seed > 1:  # the first state lies in numpy's memory, which XLA does not write to
             assert _pointers((state.params, state.opt_state, accumulator.grads)) <= before
         assert metrics["tokens"] == batch.num_valid_tokens
-    assert step.accumulate._cache_size() == 1  # type: ignore[attr-defined]
-    assert step.apply._cache_size() == 1  # type: ignore[attr-defined]
+    assert step.accumulate._cache_size() == 1
+    assert step.apply._cache_size() == 1
     assert all(not np.asarray(x).any() for x in jax.tree.leaves(accumulator))
     assert int(state.updates) == 3
 
@@ -139,7 +140,7 @@ def test_a_rehearsal_leaves_no_trace_and_training_compiles_nothing_more() -> Non
     assert same_bits(before, trainer.state)
     metrics = trainer.train(frame(packed(samples(30)), 1))
     assert metrics["micro_batches"] > 1 and metrics["stage_s"] > 0 and metrics["skipped"] == 0
-    assert trainer.step.accumulate._cache_size() == 1  # type: ignore[attr-defined]
+    assert trainer.step.accumulate._cache_size() == 1
     assert trainer.stages[0].compiled._cache_size() == 1
     bad = frame(packed(samples(4), rows=ROWS // 2), 2)
     with pytest.raises(BatchError, match="rows=4, seq_len=32, data_rank=0; expected 8, 32, 0"):
