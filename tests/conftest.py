@@ -36,7 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the long sizes that the seed does not choose; skip GPU tests where there is no GPU."""
-    chosen, left_out = [], []
+    chosen: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
     for item in items:
         full = item.get_closest_marker("full") is not None and not config.getoption("--all-full")
         keep = not full or verification.is_chosen(test_seed(), item.nodeid, FULL_SHARE)

@@ -54,7 +54,7 @@ def test_nothing_is_left_after_the_supervisor_is_gone(tmp_path: Path, number: si
     supervisor.send_signal(number)
     supervisor.wait(timeout=20)
     deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and (alive(pids) or list(Path("/dev/shm").glob(f"{prefix}*"))):
+    while time.monotonic() < deadline and (alive(pids) or any(Path("/dev/shm").glob(f"{prefix}*"))):
         time.sleep(0.05)
     assert alive(pids) == []
     assert list(Path("/dev/shm").glob(f"{prefix}*")) == []
