@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from jaxrl_sync.transfer.memory import PREFIX, SHM_DIR, shm_prefix
+from jaxrl_sync.transfer.memory import PREFIX, SHM_DIR, pid_namespace, shm_prefix
 
 
 def remove_leftovers(run_id: str) -> list[str]:
@@ -19,7 +19,7 @@ def remove_leftovers(run_id: str) -> list[str]:
 def remove_stale(run_id: str = "") -> list[str]:
     """Remove segments whose maker is dead, of one run or of all; returns the names.
 
-    The maker's process id is part of the name. Only for processes of this pid namespace.
+    The maker's process id and its namespace are part of the name; those of other namespaces are kept.
     """
     prefix = shm_prefix(run_id) if run_id else PREFIX
     return _remove([n for n in _segments() if n.startswith(prefix) and not _alive(n)])
@@ -34,10 +34,11 @@ def _segments() -> list[str]:
 
 def _alive(name: str) -> bool:
     parts = name.rsplit("-", 2)
-    if len(parts) != 3 or not parts[1].isdigit():
-        return True  # not a name of ours: leave it alone
+    namespace, _, pid = parts[1].partition("_") if len(parts) == 3 else ("", "", "")
+    if not pid.isdigit() or namespace != str(pid_namespace()):
+        return True  # of another kind or place: leave it alone
     try:
-        os.kill(int(parts[1]), 0)
+        os.kill(int(pid), 0)
     except ProcessLookupError:
         return False
     except PermissionError:

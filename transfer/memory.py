@@ -24,12 +24,20 @@ NONCE_BYTES = 32
 _MAGIC = b"jaxrlseg"
 _HEAD = struct.Struct("<8sQQ32s32s")
 _ANSWER_AT = _HEAD.size - 32
-_NAME = re.compile(r"jaxrl_sync-[A-Za-z0-9_]{1,64}-[0-9]{1,10}-[0-9a-f]{16}\Z")
+_NAME = re.compile(r"jaxrl_sync-[A-Za-z0-9_]{1,64}-[0-9]{1,12}_[0-9]{1,10}-[0-9a-f]{16}\Z")
 
 
 def shm_prefix(run_id: str) -> str:
     """What the names of a run's segments start with."""
     return f"{PREFIX}{run_id}-"
+
+
+def pid_namespace() -> int:
+    """Names the space in which this process's id means something; 0 where the kernel doesn't tell."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
 
 
 class SharedMemory:
@@ -42,7 +50,7 @@ class SharedMemory:
         """Reserve ``nbytes`` now, so that no later write can fail. ResourceError when there isn't room."""
         self.nbytes = nbytes
         self.nonce = secrets.token_bytes(NONCE_BYTES)
-        self.name = f"{shm_prefix(run_id)}{os.getpid()}-{secrets.token_hex(8)}"
+        self.name = f"{shm_prefix(run_id)}{pid_namespace()}_{os.getpid()}-{secrets.token_hex(8)}"
         if not _NAME.match(self.name):
             raise ResourceError(f"run id {run_id!r} can't be part of a file name: letters, digits, _ only")
         path = SHM_DIR / self.name

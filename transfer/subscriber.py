@@ -18,6 +18,7 @@ from typing import Any
 
 from jaxrl_sync.sharding.digests import copies_digest
 from jaxrl_sync.transfer import receiving
+from jaxrl_sync.transfer.clean import remove_stale
 from jaxrl_sync.transfer.config import SubscriberConfig
 from jaxrl_sync.transfer.errors import DeadlineError, MismatchError, PeerLost, TransferError
 from jaxrl_sync.transfer.hub.client import POLL_S, HubClient, HubRefused, Member
@@ -134,6 +135,7 @@ class Subscriber:
         self._links = Links(self._hub, self._target, convert, self.config, self._slots)
         try:
             self._run_id = self._hub.run_id
+            remove_stale(self._run_id)  # what a killed predecessor left takes the room that we need
             for _ in range(self.config.slots):
                 self._slots.append(Slot(self._target, self._memory()))
             self._lease = self._hub.register(

@@ -68,11 +68,11 @@ def test_what_is_not_our_segment_is_refused(tmp_path: Path) -> None:
     for name in (
         f"../shm/{segment.name}",
         f"jaxrl_sync-{RUN}-../../etc/passwd",
-        "jaxrl_sync-other-1-" + "0" * 16,
+        "jaxrl_sync-other-1_1-" + "0" * 16,
     ):
         with pytest.raises(TransferError, match="isn't of this run"):
             ForeignMemory(name, nonce, 4096, RUN)
-    link = f"jaxrl_sync-{RUN}-1-{'a' * 16}"
+    link = f"jaxrl_sync-{RUN}-1_1-{'a' * 16}"
     os.symlink(tmp_path / "target", f"/dev/shm/{link}")
     with pytest.raises(TransferError, match="can't be opened"):
         ForeignMemory(link, nonce, 4096, RUN)

@@ -1,0 +1,1 @@
+"""RDMA verbs below the transports: devices, ports and GIDs, records of completions, endpoints, backends."""
