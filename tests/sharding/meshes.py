@@ -23,9 +23,7 @@ def abstract(shape: tuple[int, ...], dtype: Any, on: Mesh, *spec: Any) -> jax.Sh
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(on, P(*spec)))
 
 
-def random_bits(
-    rng: np.random.Generator, shape: tuple[int, ...], dtype: Any
-) -> np.ndarray[Any, np.dtype[Any]]:
+def random_bits(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> Any:
     """Any bit pattern, NaNs and denormals included."""
     dtype = np.dtype(dtype)
     raw = rng.integers(0, 256, int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)

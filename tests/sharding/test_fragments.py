@@ -34,7 +34,8 @@ def elements(f: Fragment) -> dict[int, int]:
 
 
 def random_fragment(rng: random.Random, size: int) -> Fragment:
-    start, axes, unit = rng.randint(0, size - 1), [], 1
+    start, unit = rng.randint(0, size - 1), 1
+    axes: list[tuple[int, int, int]] = []
     for _ in range(rng.randint(0, 3)):
         n, stride = rng.randint(1, 5), unit * rng.randint(1, 2)
         if start + (n - 1) * stride + sum((m - 1) * s for m, s, _ in axes) >= size:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ Specs = dict[str, Any]
 
 def moved(
     convert: Callable[[Any], Any],
-    shapes: dict[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
     source: Specs,
     target: Specs,
     on: Mesh,

@@ -98,15 +98,15 @@ def test_kimi_k2_from_256_to_128_devices() -> None:
 
 
 def test_relays_prefer_a_chain_for_large_payloads() -> None:
-    sizes = {"payload_bytes": 100 << 30, "source_rate": 100 << 30, "replica_rate": 100 << 30}
-    direct, chain, tree = (relay(8, shape=s, **sizes) for s in ("direct", "chain", "tree"))  # type: ignore[arg-type]
+    make = functools.partial(relay, payload_bytes=100 << 30, source_rate=100 << 30, replica_rate=100 << 30)
+    direct, chain, tree = (make(8, shape=s) for s in ("direct", "chain", "tree"))
     assert direct.seconds == pytest.approx(8.0)
     assert chain.seconds < 1.01 and chain.depth == 8
     assert tree.seconds < direct.seconds and tree.depth == 4
-    assert relay(8, **sizes) == chain
+    assert make(8) == chain
     for r in (direct, chain, tree):
         assert len(r.parents) == 8 and all(p < i for i, p in enumerate(r.parents))
     with pytest.raises(MappingError, match="at least 1"):
-        relay(0, **sizes)
+        make(0)
     with pytest.raises(MappingError, match="relay shape"):
-        relay(2, shape="ring", **sizes)  # type: ignore[arg-type]
+        make(2, shape="ring")

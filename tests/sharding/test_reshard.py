@@ -37,7 +37,7 @@ def test_results_alias_the_pool_and_compile_nothing_anew() -> None:
     pool = make_pool(made)
     low = min(v.__array_interface__["data"][0] for v in pool.views.values())
     high = max(v.__array_interface__["data"][0] + v.nbytes for v in pool.views.values())
-    step = jax.jit(lambda t: jax.tree.map(lambda x: x.sum(), t))
+    step: Any = jax.jit(lambda t: jax.tree.map(lambda x: x.sum(), t))
     for _ in range(3):
         out = reshard(params, made, out=pool)
         jax.block_until_ready(step(out))
