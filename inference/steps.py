@@ -114,6 +114,7 @@ def compiled_part(config: EngineConfig) -> EngineConfig:
         decode_steps_per_dispatch=config.decode_steps_per_dispatch,
         max_stop_ids=config.max_stop_ids,
         compute_dtype=config.compute_dtype,
+        extras=config.extras,
         version_probe=config.version_probe,
     )
 
@@ -258,7 +259,8 @@ def _decode_one(
     hidden, cache = decode_hidden(params, cfg, state.cache, state.token, state.position, attend, axis, dtype)
     low, high = probe.span(params, cfg, hidden)
     mine = SamplingRows(*(my_rows(x, axis) for x in state.rows))
-    drawn = draw(head_logits(params, hidden, axis), mine, my_rows(state.position, axis) + 1)
+    logits, position = head_logits(params, hidden, axis), my_rows(state.position, axis) + 1
+    drawn = draw(logits, mine, position, with_entropy="entropy" in config.extras)
     token, logprob, entropy = (jax.lax.all_gather(x, axis, tiled=True) for x in drawn)
     remaining = jnp.where(running, state.remaining - 1, state.remaining)
     stopped = running & jnp.any(token[:, None] == state.stop, axis=-1)

@@ -12,7 +12,7 @@ from jaxrl_sync.inference.engine import Engine
 from jaxrl_sync.inference.request import GroupResult, Request, Sample
 from tests.inference.engine_helpers import SMALL, ask, generate, make_engine, run_until
 
-FIXED = dataclasses.replace(SMALL, slots=24, deterministic=True, prefill_rows=6)
+FIXED = dataclasses.replace(SMALL, slots=24, deterministic=True, prefill_rows=6, extras=("entropy",))
 
 
 def bits(sample: Sample) -> tuple[tuple[int, ...], bytes]:
@@ -72,6 +72,7 @@ def test_steps_per_dispatch_do_not_show(engine: Engine, alone: list[GroupResult]
 
 @pytest.mark.invariant(40)
 @pytest.mark.invariant(41)
+@pytest.mark.invariant(44)
 def test_interrupted_and_resumed_gives_the_same_tokens(engine: Engine, alone: list[GroupResult]) -> None:
     """Abort after a few tokens, then send the prompt with those tokens under the same id and the rest of the
     budget: positions continue, so the random bits do too; log-probs agree within rounding of the cache."""
@@ -95,6 +96,8 @@ def test_interrupted_and_resumed_gives_the_same_tokens(engine: Engine, alone: li
     assert part.tokens + last.tokens == whole[0].tokens
     assert len(part.tokens + last.tokens) == request.sampling.max_tokens
     np.testing.assert_allclose(part.logprobs + last.logprobs, whole[0].logprobs, atol=1e-5)
+    entropy = part.extras["entropy"] + last.extras["entropy"]
+    np.testing.assert_allclose(entropy, whole[0].extras["entropy"], atol=1e-5)
 
 
 @pytest.mark.invariant(40)

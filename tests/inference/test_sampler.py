@@ -37,9 +37,44 @@ def rows(S: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, s
 )
 def test_filters(top_k: int, top_p: float, kept: list[int]) -> None:
     """Probabilities 0.2, 0.4, 0.05, 0.3, 0.05; top_p sees the distribution after top_k."""
-    logits = jnp.log(jnp.array([[0.2, 0.4, 0.05, 0.3, 0.05]])) + 3.0
-    mask = kept_tokens(logits, jnp.array([top_k]), jnp.array([top_p], jnp.float32))
+    logprobs = jnp.log(jnp.array([[0.2, 0.4, 0.05, 0.3, 0.05]]))
+    mask = kept_tokens(logprobs, jnp.array([top_k]), jnp.array([top_p], jnp.float32))
     assert mask[0].astype(int).tolist() == kept
+
+
+def plain_filter(logprobs: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
+    """The same sets by sorting in float64."""
+    order = np.argsort(-logprobs, kind="stable")
+    kept = order[: top_k or len(order)]
+    p = np.exp(logprobs[kept].astype(np.float64))
+    p /= p.sum()
+    size = len(kept) if top_p == 1 else int(np.searchsorted(np.cumsum(p), top_p)) + 1
+    mask = np.zeros(len(order), bool)
+    mask[kept[:size]] = True
+    return mask
+
+
+@pytest.mark.parametrize("spread", [0.5, 3.0])
+def test_filters_of_a_large_vocabulary_with_and_without_enough_candidates(spread: float) -> None:
+    """With spread 0.5 the nucleus is wider than the candidates, with 3.0 it is far smaller."""
+    settings = [(0, 1.0), (50, 1.0), (0, 0.9), (2000, 0.7), (1500, 1.0), (40, 0.5)]
+    logits = jax.random.normal(jax.random.key(2), (len(settings), 5000)) * spread
+    logprobs = jax.nn.log_softmax(logits)
+    top_k, top_p = (jnp.array([s[i] for s in settings]) for i in (0, 1))
+    mask = np.asarray(jax.jit(kept_tokens)(logprobs, top_k, top_p))
+    for found, row, (k, p) in zip(mask, np.asarray(logprobs), settings, strict=True):
+        assert np.count_nonzero(found != plain_filter(row, k, p)) <= 1  # a rounding at the set's edge
+    assert mask.sum(1)[[0, 1, 4]].tolist() == [5000, 50, 1500]
+
+
+def test_frequencies_of_a_large_vocabulary() -> None:
+    S, V = 20_000, 1300
+    p = np.zeros(V)
+    p[[3, 511, 512, 1299]] = 0.1, 0.2, 0.3, 0.4
+    logits = jnp.broadcast_to(jnp.log(jnp.array(p)), (S, V))
+    counts = np.bincount(jitted_draw(logits, rows(S), jnp.full(S, 1)).token, minlength=V) / S
+    np.testing.assert_allclose(counts, p, atol=0.015)
+    assert counts[p == 0].sum() == 0
 
 
 def test_frequencies_follow_the_distribution() -> None:

@@ -101,6 +101,7 @@ def rig() -> Iterator[Rig]:
     made.updater.close()
 
 
+@pytest.mark.invariant(35)
 def test_the_first_version_is_taken_by_itself_and_later_ones_wait_for_approval(rig: Rig) -> None:
     assert not rig.updater.ready.is_set()
     rig.first(4)
