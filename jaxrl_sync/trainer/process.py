@@ -85,7 +85,7 @@ def run(context: ProcessContext) -> None:
             if world.size == 1:
                 raise
             raise WorldError(
-                f"trainer rank {world.rank} of {world.size}: a collective failed, so a peer is gone or stuck: "
+                f"trainer rank {world.rank} of {world.size}: a collective failed: a peer is gone or stuck: "
                 f"{str(error)[:500]}"
             ) from error
 
