@@ -77,7 +77,8 @@ def kept_tokens(logprob_SxV: jax.Array, top_k_S: jax.Array, top_p_S: jax.Array) 
         return logprob_SxV >= _floor(logprob_SxV, top_k_S, top_p_S, V)[0]
     floor, enough = _floor(logprob_SxV, top_k_S, top_p_S, CANDIDATES)
     floor = jax.lax.cond(jnp.all(enough), lambda: floor, lambda: _floor(logprob_SxV, top_k_S, top_p_S, V)[0])
-    return logprob_SxV >= floor
+    kept: jax.Array = logprob_SxV >= floor
+    return kept
 
 
 def _floor(
