@@ -1,7 +1,7 @@
 """jax shardings with exactly the boxes of a layout, over one mesh per set of devices.
 
 A layout knows devices and boxes, not the mesh they came from. Arrays that one jitted function takes must
-agree on the order of devices, so all placements on the same devices are written over one mesh: devices in order
+agree on the order of devices, so placements on the same devices are written over one mesh: devices in order
 of their number, as a grid of prime factors.
 """
 

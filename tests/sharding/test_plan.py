@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy.optimize import linprog  # type: ignore[import-untyped]
+from scipy.optimize import linprog
 
 from jaxrl_sync.sharding import Layout, MappingError, Plan, plan, trace
 from jaxrl_sync.sharding.paper import PaperMesh, layout

@@ -64,3 +64,12 @@ def test_without_the_extension_everything_works_and_says_so_once() -> None:
     out = _run("-c", code)
     assert out.count("no C kernels, numpy does the copies") == 1
     assert out.strip().endswith("alone")
+
+
+def test_the_tutorial_runs_as_printed() -> None:
+    import re
+
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "mapper.md").read_text(), re.DOTALL)
+    assert len(blocks) == 5
+    out = _run("-c", "\n".join(blocks) + "\nassert weights['layer2'].sharding == target['layer2'].sharding")
+    assert "layer0 bfloat16[16x2x32]: cast from gate -> bfloat16; up -> bfloat16" in out
