@@ -6,17 +6,27 @@ from jaxrl_sync.transfer.errors import ResourceError, TransferError
 
 
 class VerbsError(ResourceError, OSError):
-    """A verbs call failed or can't be made here: ``errno`` (0 without one) and one line that says what to do."""
+    """A verbs call failed or can't be made here: ``errno`` (0 without one) and what to do about it."""
 
     def __str__(self) -> str:
         return str(self.args[-1]) if self.args else "verbs failed"
 
 
 class CompletionError(TransferError):
-    """A work request failed. The first error of a queue pair is the cause; what it flushed is only counted."""
+    """A work request failed. The first error of a queue pair is the cause; its flushes are only counted."""
 
-    def __init__(self, *, peer: str, device: str, qp_num: int, opcode: str, status: int, text: str, seq: int,
-                 vendor_err: int) -> None:
+    def __init__(
+        self,
+        *,
+        peer: str,
+        device: str,
+        qp_num: int,
+        opcode: str,
+        status: int,
+        text: str,
+        seq: int,
+        vendor_err: int,
+    ) -> None:
         self.peer, self.device, self.qp_num, self.opcode = peer, device, qp_num, opcode
         self.status, self.text, self.seq, self.vendor_err = status, text, seq, vendor_err
         super().__init__(

@@ -23,5 +23,6 @@ def native() -> ModuleType:
         return importlib.import_module("jaxrl_sync.transfer._verbs")
     except ImportError as error:
         raise VerbsError(
-            0, f"the verbs extension was not built ({error}); reinstall with a C compiler or choose shm or tcp"
+            0,
+            f"the verbs extension was not built ({error}); reinstall with a C compiler or use shm or tcp",
         ) from error

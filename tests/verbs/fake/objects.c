@@ -1,0 +1,435 @@
+/* The control path of the fake: devices, memory, queues, state changes, async events. */
+#define _GNU_SOURCE
+#include "fake.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+struct fake_knobs fake_knobs;
+struct fake_counts fake_counts;
+pthread_mutex_t fake_lock = PTHREAD_MUTEX_INITIALIZER;
+struct qp *fake_qps;
+struct mr *fake_mrs;
+
+static struct vb_device devices[DEVICES] = {{"fake0"}, {"fake1"}};
+static uint32_t next_number = 0x11, next_key = 0x1000;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+/* Hardware goes on while everybody sleeps. */
+static void *tick(void *unused)
+{
+    (void)unused;
+    for (;;) {
+        usleep(500);
+        pthread_mutex_lock(&fake_lock);
+        fake_progress();
+        pthread_mutex_unlock(&fake_lock);
+    }
+    return NULL;
+}
+
+static void start(void)
+{
+    pthread_t thread;
+    if (!pthread_create(&thread, NULL, tick, NULL))
+        pthread_detach(thread);
+}
+
+#define LOCKED(statement)                                                                                             \
+    do {                                                                                                              \
+        pthread_mutex_lock(&fake_lock);                                                                               \
+        statement;                                                                                                    \
+        pthread_mutex_unlock(&fake_lock);                                                                             \
+    } while (0)
+
+struct vb_device **ibv_get_device_list(int *count)
+{
+    struct vb_device **list = calloc(DEVICES + 1, sizeof *list);
+    for (int i = 0; i < DEVICES; i++)
+        list[i] = &devices[i];
+    *count = DEVICES;
+    return list;
+}
+
+void ibv_free_device_list(struct vb_device **list)
+{
+    free(list);
+}
+
+const char *ibv_get_device_name(struct vb_device *device)
+{
+    return device->name;
+}
+
+struct context {
+    struct vb_context base;
+    int events; /* the writing end of async_fd */
+};
+
+struct vb_context *ibv_open_device(struct vb_device *device)
+{
+    int fds[2];
+    struct context *context = calloc(1, sizeof *context);
+    if (pipe2(fds, O_CLOEXEC)) {
+        free(context);
+        return NULL;
+    }
+    pthread_once(&once, start);
+    context->base.device = device;
+    context->base.async_fd = fds[0];
+    context->events = fds[1];
+    context->base.ops.poll_cq = fake_poll;
+    context->base.ops.req_notify_cq = fake_arm;
+    context->base.ops.post_send = fake_post_send;
+    context->base.ops.post_recv = fake_post_recv;
+    LOCKED(fake_counts.contexts++);
+    return &context->base;
+}
+
+int ibv_close_device(struct vb_context *context)
+{
+    close(context->async_fd);
+    close(((struct context *)context)->events);
+    free(context);
+    LOCKED(fake_counts.contexts--);
+    return 0;
+}
+
+/* For tests: an event on a device (`object` is a queue pair number or a port). */
+int fake_async(struct vb_context *context, int type, uint32_t object)
+{
+    struct vb_async_event event = {.event_type = type};
+    event.element.port_num = (int)object;
+    LOCKED(for (struct qp *qp = fake_qps; qp; qp = qp->next) if (qp->base.qp_num == object) event.element.qp = &qp->base);
+    return write(((struct context *)context)->events, &event, sizeof event) == sizeof event ? 0 : -1;
+}
+
+/* For tests: the event above on the device of a queue pair. */
+int fake_async_of(uint32_t qp_num, int type, uint32_t object)
+{
+    struct vb_context *context = NULL;
+    LOCKED(for (struct qp *qp = fake_qps; qp; qp = qp->next) if (qp->base.qp_num == qp_num) context = qp->base.context);
+    return context ? fake_async(context, type, object) : -1;
+}
+
+/* For tests: the process behind a queue pair is gone. */
+int fake_kill(uint32_t qp_num)
+{
+    int found = 0;
+    LOCKED(for (struct qp *qp = fake_qps; qp; qp = qp->next) if (qp->base.qp_num == qp_num) found = qp->dead = 1);
+    return found ? 0 : -1;
+}
+
+int ibv_get_async_event(struct vb_context *context, struct vb_async_event *event)
+{
+    if (read(context->async_fd, event, sizeof *event) != sizeof *event)
+        return -1;
+    LOCKED(fake_counts.unacked++);
+    return 0;
+}
+
+void ibv_ack_async_event(struct vb_async_event *event)
+{
+    (void)event;
+    LOCKED(fake_counts.unacked--);
+}
+
+int ibv_query_device(struct vb_context *context, struct vb_device_attr *attr)
+{
+    (void)context;
+    *attr = (struct vb_device_attr){.fw_ver = "fake-1",
+                                    .max_mr_size = UINT64_C(1) << 32,
+                                    .max_qp = 64,
+                                    .max_qp_wr = MAX_DEPTH,
+                                    .max_sge = 1,
+                                    .max_cq = 64,
+                                    .max_cqe = 4 * MAX_DEPTH,
+                                    .max_mr = 64,
+                                    .phys_port_cnt = 1};
+    return 0;
+}
+
+int ibv_query_port(struct vb_context *context, uint8_t port, struct vb_port_attr *attr)
+{
+    (void)context;
+    if (port != 1)
+        return EINVAL;
+    *attr = (struct vb_port_attr){.state = 4,
+                                  .max_mtu = 5,
+                                  .active_mtu = 3,
+                                  .gid_tbl_len = 3,
+                                  .max_msg_sz = 8 << 20,
+                                  .pkey_tbl_len = 1,
+                                  .active_width = 1,
+                                  .active_speed = 1,
+                                  .phys_state = 5,
+                                  .link_layer = 2};
+    return 0;
+}
+
+int ibv_query_gid(struct vb_context *context, uint8_t port, int index, union vb_gid *gid)
+{
+    static const uint8_t table[2][16] = {{0xfe, 0x80, [15] = 1}, {[10] = 0xff, 0xff, 10, 77, 0, 1}};
+    if (port != 1 || index < 0 || index > 1) {
+        errno = EINVAL;
+        return -1;
+    }
+    memcpy(gid->raw, table[index], sizeof gid->raw);
+    gid->raw[15] = (uint8_t)(1 + (context->device - devices));
+    return 0;
+}
+
+int ibv_query_pkey(struct vb_context *context, uint8_t port, int index, uint16_t *pkey)
+{
+    (void)context;
+    if (port != 1 || index != 0) {
+        errno = EINVAL;
+        return -1;
+    }
+    *pkey = 0xffff;
+    return 0;
+}
+
+struct vb_pd *ibv_alloc_pd(struct vb_context *context)
+{
+    struct vb_pd *pd = calloc(1, sizeof *pd);
+    pd->context = context;
+    LOCKED(fake_counts.pds++);
+    return pd;
+}
+
+int ibv_dealloc_pd(struct vb_pd *pd)
+{
+    int busy = 0;
+    LOCKED(for (struct mr *mr = fake_mrs; mr; mr = mr->next) busy |= mr->base.pd == pd;
+           for (struct qp *qp = fake_qps; qp; qp = qp->next) busy |= qp->base.pd == pd; fake_counts.pds -= !busy);
+    if (busy)
+        return EBUSY;
+    free(pd);
+    return 0;
+}
+
+static struct vb_mr *enlist(struct vb_pd *pd, void *addr, size_t length, uint64_t iova, int access)
+{
+    struct mr *mr = calloc(1, sizeof *mr);
+    mr->base = (struct vb_mr){.context = pd->context, .pd = pd, .addr = addr, .length = length};
+    mr->access = access;
+    mr->iova = iova;
+    pthread_mutex_lock(&fake_lock);
+    int full = fake_knobs.register_limit && fake_counts.registered_bytes + length > fake_knobs.register_limit;
+    if (!full) {
+        mr->base.lkey = mr->base.rkey = next_key;
+        next_key += 0x101;
+        mr->next = fake_mrs;
+        fake_mrs = mr;
+        fake_counts.mrs++;
+        fake_counts.registered_bytes += length;
+    }
+    pthread_mutex_unlock(&fake_lock);
+    if (!full)
+        return &mr->base;
+    free(mr);
+    errno = ENOMEM;
+    return NULL;
+}
+
+struct vb_mr *ibv_reg_mr(struct vb_pd *pd, void *addr, size_t length, int access)
+{
+    return enlist(pd, addr, length, (uint64_t)(uintptr_t)addr, access);
+}
+
+struct vb_mr *ibv_reg_mr_iova2(struct vb_pd *pd, void *addr, size_t length, uint64_t iova, unsigned int access)
+{
+    return enlist(pd, addr, length, iova, (int)access);
+}
+
+/* The "dmabuf" is any file that can be mapped; its pages stay mapped for as long as the process lives. */
+struct vb_mr *ibv_reg_dmabuf_mr(struct vb_pd *pd, uint64_t offset, size_t length, uint64_t iova, int fd, int access)
+{
+    if (fcntl(fd, F_GETFD) < 0) {
+        errno = EBADF;
+        return NULL;
+    }
+    uint8_t *memory = calloc(1, length);
+    if (pread(fd, memory, length, (off_t)offset) < 0) {
+        free(memory);
+        return NULL;
+    }
+    return enlist(pd, memory, length, iova, access);
+}
+
+int ibv_dereg_mr(struct vb_mr *target)
+{
+    pthread_mutex_lock(&fake_lock);
+    for (struct mr **at = &fake_mrs; *at; at = &(*at)->next)
+        if (&(*at)->base == target) {
+            *at = (*at)->next;
+            fake_counts.mrs--;
+            fake_counts.registered_bytes -= target->length;
+            break;
+        }
+    pthread_mutex_unlock(&fake_lock);
+    struct mr *mr = (struct mr *)target;
+    if (mr->iova != (uint64_t)(uintptr_t)target->addr)
+        free(target->addr); /* the copy of a dmabuf */
+    free(mr);
+    return 0;
+}
+
+struct vb_comp_channel *ibv_create_comp_channel(struct vb_context *context)
+{
+    int fds[2];
+    struct vb_comp_channel *channel = calloc(1, sizeof *channel);
+    if (pipe2(fds, O_CLOEXEC)) {
+        free(channel);
+        return NULL;
+    }
+    *channel = (struct vb_comp_channel){context, fds[0], fds[1]}; /* refcnt serves as the writing end */
+    LOCKED(fake_counts.channels++);
+    return channel;
+}
+
+int ibv_destroy_comp_channel(struct vb_comp_channel *channel)
+{
+    close(channel->fd);
+    close(channel->refcnt);
+    free(channel);
+    LOCKED(fake_counts.channels--);
+    return 0;
+}
+
+struct vb_cq *ibv_create_cq(struct vb_context *context, int cqe, void *user, struct vb_comp_channel *channel, int vector)
+{
+    (void)vector;
+    if (fake_knobs.create_errno) {
+        errno = (int)fake_knobs.create_errno;
+        return NULL;
+    }
+    struct cq *cq = calloc(1, sizeof *cq);
+    cq->base = (struct vb_cq){.context = context, .channel = channel, .cq_context = user, .cqe = cqe};
+    cq->wcs = calloc((size_t)cqe, sizeof *cq->wcs);
+    LOCKED(fake_counts.cqs++);
+    return &cq->base;
+}
+
+int ibv_destroy_cq(struct vb_cq *target)
+{
+    struct cq *cq = (struct cq *)target;
+    if (cq->qps)
+        return EBUSY;
+    free(cq->wcs);
+    free(cq);
+    LOCKED(fake_counts.cqs--);
+    return 0;
+}
+
+int ibv_get_cq_event(struct vb_comp_channel *channel, struct vb_cq **cq, void **user)
+{
+    if (read(channel->fd, cq, sizeof *cq) != sizeof *cq)
+        return -1;
+    *user = (*cq)->cq_context;
+    LOCKED(fake_counts.unacked++);
+    return 0;
+}
+
+void ibv_ack_cq_events(struct vb_cq *cq, unsigned int count)
+{
+    (void)cq;
+    LOCKED(fake_counts.unacked -= count);
+}
+
+struct vb_qp *ibv_create_qp(struct vb_pd *pd, struct vb_qp_init_attr *attr)
+{
+    if (fake_knobs.refuse_inline && attr->cap.max_inline_data) {
+        errno = EINVAL;
+        return NULL;
+    }
+    struct qp *qp = calloc(1, sizeof *qp);
+    qp->base.context = pd->context;
+    qp->base.pd = pd;
+    qp->base.send_cq = attr->send_cq;
+    qp->base.recv_cq = attr->recv_cq;
+    qp->max_send = attr->cap.max_send_wr;
+    qp->max_recv = attr->cap.max_recv_wr ? attr->cap.max_recv_wr : 1;
+    qp->sends = calloc(qp->max_send, sizeof *qp->sends);
+    qp->receives = calloc(qp->max_recv, sizeof *qp->receives);
+    attr->cap.max_inline_data = attr->cap.max_inline_data > 256 ? 256 : attr->cap.max_inline_data;
+    pthread_mutex_lock(&fake_lock);
+    qp->base.qp_num = next_number++;
+    qp->next = fake_qps;
+    fake_qps = qp;
+    fake_counts.qps++;
+    ((struct cq *)attr->send_cq)->qps++;
+    pthread_mutex_unlock(&fake_lock);
+    return &qp->base;
+}
+
+int ibv_modify_qp(struct vb_qp *target, struct vb_qp_attr *attr, int mask)
+{
+    static const int from[] = {-1, VB_QPS_RESET, VB_QPS_INIT, VB_QPS_RTR};
+    struct qp *qp = (struct qp *)target;
+    int rc = 0, state = attr->qp_state;
+    pthread_mutex_lock(&fake_lock);
+    if (fake_knobs.modify_errno && (int)fake_knobs.modify_state == state)
+        rc = (int)fake_knobs.modify_errno;
+    else if (state >= VB_QPS_INIT && state <= VB_QPS_RTS && target->state != from[state])
+        rc = EINVAL;
+    else if (state == VB_QPS_RTR && (!(mask & VB_QP_AV) || attr->path_mtu < 1 || attr->path_mtu > 5))
+        rc = EINVAL;
+    else if (state == VB_QPS_ERR)
+        fake_flush(qp);
+    else if (state == VB_QPS_RESET)
+        qp->send_count = qp->receive_count = qp->unpolled = 0;
+    if (!rc) {
+        target->state = state;
+        qp->remote = mask & VB_QP_DEST_QPN ? attr->dest_qp_num : qp->remote;
+        qp->rnr_retry = mask & VB_QP_RNR_RETRY ? attr->rnr_retry : qp->rnr_retry;
+    }
+    pthread_mutex_unlock(&fake_lock);
+    return rc;
+}
+
+int ibv_destroy_qp(struct vb_qp *target)
+{
+    struct qp *qp = (struct qp *)target;
+    pthread_mutex_lock(&fake_lock);
+    for (struct qp **at = &fake_qps; *at; at = &(*at)->next)
+        if (*at == qp) {
+            *at = qp->next;
+            fake_counts.qps--;
+            break;
+        }
+    ((struct cq *)target->send_cq)->qps--;
+    pthread_mutex_unlock(&fake_lock);
+    free(qp->sends);
+    free(qp->receives);
+    free(qp);
+    return 0;
+}
+
+int ibv_fork_init(void)
+{
+    return 0;
+}
+
+int ibv_is_fork_initialized(void)
+{
+    return 2;
+}
+
+const char *ibv_wc_status_str(int status)
+{
+    static const char *words[] = {"success", [4] = "local protection error", [5] = "Work Request Flushed Error",
+                                  [10] = "remote access error", [12] = "transport retry counter exceeded",
+                                  [13] = "RNR retry counter exceeded"};
+    const char *word = status >= 0 && status <= 13 ? words[status] : NULL;
+    return word ? word : "other error";
+}
+
+const char *ibv_event_type_str(int event)
+{
+    return event == 1 ? "local work queue catastrophic error" : event == 10 ? "port error" : "other event";
+}

@@ -1,0 +1,363 @@
+"""Objects of the extension over the fake: life, limits, errors, states."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxrl_sync.transfer import _verbs
+from jaxrl_sync.transfer.verbs.errors import VerbsError
+from jaxrl_sync.transfer.verbs.records import RECORD, new_records
+from tests.verbs.fakelib import ANY_CHANCE, Fake
+from tests.verbs.pairs import connect, pair, rows, write
+
+FLUSH = 5
+
+
+def test_records_have_the_layout_of_the_extension() -> None:
+    assert RECORD.itemsize == _verbs.RECORD_BYTES
+
+
+def test_lists_devices_and_queries_them(fake: Fake) -> None:
+    assert _verbs.load_error() is None
+    assert _verbs.device_names() == ["fake0", "fake1"]
+    assert _verbs.features() == {"dmabuf": True, "relaxed_ordering": True, "fork_status": True}
+    with _verbs.Context("fake1") as context:
+        assert context.query_device()["max_qp_wr"] == 4096
+        assert context.query_port(1)["active_mtu"] == 3
+        assert context.query_gid(1, 1)[-4:] == bytes([10, 77, 0, 2])
+        assert context.query_pkey(1, 0) == 0xFFFF
+        with pytest.raises(VerbsError, match="GID 9 of port 1: Invalid argument") as caught:
+            context.query_gid(1, 9)
+        assert caught.value.errno == errno.EINVAL
+        with pytest.raises(VerbsError, match="port 7"):
+            context.query_port(7)
+    assert context.closed
+    with pytest.raises(VerbsError, match="this context is closed"):
+        context.query_device()
+    with pytest.raises(VerbsError, match="RDMA device nothing not found among 2"):
+        _verbs.Context("nothing")
+
+
+@pytest.mark.parametrize(
+    ("library", "words"),
+    [
+        (
+            "/nowhere/libibverbs.so",
+            r"can't be loaded \(/nowhere/libibverbs.so: cannot open .* choose",
+        ),
+        ("libc.so.6", "libc.so.6 has no symbol ibv_get_device_list@IBVERBS_1.1"),
+    ],
+)
+def test_without_a_usable_library_import_works_and_use_says_why(library: str, words: str) -> None:
+    code = "from jaxrl_sync.transfer import _verbs\ntry: _verbs.device_names()\nexcept OSError as e: print(e)"
+    env = {**os.environ, "JAXRL_SYNC_IBVERBS": library}
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert re.search(words, run.stdout), run.stdout
+
+
+def test_context_closes_its_children_queue_pairs_first(fake: Fake) -> None:
+    with pair(qps=2) as (left, _):
+        left.context.close()
+        assert left.region.closed and left.cq.closed and all(q.closed for q in left.qps)
+        left.context.close()
+
+
+def test_completion_queue_closes_its_queue_pairs(fake: Fake) -> None:
+    with pair() as (left, _):
+        left.cq.close()
+        assert left.qps[0].closed and not left.region.closed
+
+
+def test_forgotten_objects_warn_and_are_freed(fake: Fake) -> None:
+    context = _verbs.Context("fake0")
+    cq = _verbs.CompletionQueue(context, 8)
+    with pytest.warns(ResourceWarning, match="unclosed CompletionQueue on fake0"):
+        del cq
+        gc.collect()
+    context.close()
+
+
+def test_region_holds_its_buffer_until_closed(fake: Fake) -> None:
+    memory = bytearray(4096)
+    with _verbs.Context("fake0") as context:
+        region = _verbs.MemoryRegion(context, memory)
+        with pytest.raises(BufferError):
+            memory.append(0)
+        region.close()
+        memory.append(0)
+        with pytest.raises(BufferError):
+            _verbs.MemoryRegion(context, bytes(8))
+
+
+def test_region_in_flight_refuses_to_close(fake: Fake) -> None:
+    with pair() as (left, right):
+        fake.knobs.hold = 1
+        assert write(left, right, rows((0, 0, 100))) == 1
+        with pytest.raises(BufferError, match="1 batches of work requests still read"):
+            left.region.close()
+        fake.knobs.hold = 0
+        left.collect(1)
+        left.region.close()
+
+
+def test_registration_errors_name_limit_and_need(fake: Fake) -> None:
+    with _verbs.Context("fake0") as context:
+        fake.knobs.register_limit = fake.counts.registered_bytes + 5000
+        kept = _verbs.MemoryRegion(context, bytearray(4096))
+        with pytest.raises(VerbsError, match="registering 4096 bytes") as caught:
+            _verbs.MemoryRegion(context, bytearray(4096))
+        assert caught.value.errno == errno.ENOMEM
+        kept.close()
+        with pytest.raises(VerbsError, match="1 to 4294967296 at once"):
+            _verbs.MemoryRegion(context, bytearray(0))
+        code = (
+            "import resource, sys; resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))\n"
+            "from tests.verbs.fakelib import Fake; import os\n"
+            "Fake(os.environ['JAXRL_SYNC_IBVERBS']).knobs.register_limit = 65536\n"
+            "from jaxrl_sync.transfer import _verbs\n"
+            "with _verbs.Context('fake0') as c:\n"
+            "  try: _verbs.MemoryRegion(c, bytearray(1 << 20))\n"
+            "  except OSError as e: print(e)"
+        )
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        assert (
+            "registering 1048576 bytes, but only 65536 may be locked (raise it: `ulimit -l" in run.stdout
+        ), run
+
+
+def test_dmabuf_and_relaxed_ordering(fake: Fake) -> None:
+    with _verbs.Context("fake0") as context, tempfile.TemporaryFile() as file:
+        file.truncate(8192)
+        region = _verbs.MemoryRegion(context, dmabuf_fd=file.fileno(), length=4096, offset=4096, iova=0x7000)
+        assert (region.address, region.nbytes, region.relaxed_ordering) == (0x7000, 4096, False)
+        with pytest.raises(VerbsError, match="4096 bytes of dmabuf 99999: Bad file descriptor"):
+            _verbs.MemoryRegion(context, dmabuf_fd=99999, length=4096)
+        with pytest.raises(ValueError, match="either a buffer or dmabuf_fd"):
+            _verbs.MemoryRegion(context)
+        assert _verbs.MemoryRegion(context, bytearray(64), relaxed_ordering=True).relaxed_ordering
+
+
+def test_queue_reserves_the_worst_case(fake: Fake) -> None:
+    with _verbs.Context("fake0") as context:
+        cq = _verbs.CompletionQueue(context, 40)
+        first = _verbs.QueuePair(context, cq, max_send=16, max_recv=8)
+        with pytest.raises(VerbsError, match="may need 24 completion entries, its queue has 16 of 40 left"):
+            _verbs.QueuePair(context, cq, max_send=16, max_recv=8)
+        first.close()
+        _verbs.QueuePair(context, cq, max_send=16, max_recv=8)
+        with pytest.raises(VerbsError, match="the device takes 1 to 16384"):
+            _verbs.CompletionQueue(context, 1 << 20)
+        fake.knobs.create_errno = errno.ENOMEM
+        with pytest.raises(VerbsError, match=r"completion queue \(is memlock too low\?\)"):
+            _verbs.CompletionQueue(context, 8)
+
+
+def test_provider_without_inline_data(fake: Fake) -> None:
+    fake.knobs.refuse_inline = 1
+    with pair() as (left, right):
+        assert left.qps[0].max_inline == 0
+        left.memory[:5] = 9
+        write(left, right, rows((0, 50, 5)))
+        left.collect(1)
+        assert right.memory[50:55].tolist() == [9] * 5
+
+
+def test_refused_transitions_name_state_and_attributes(fake: Fake) -> None:
+    with _verbs.Context("fake0") as context:
+        cq = _verbs.CompletionQueue(context, 64)
+        qp = _verbs.QueuePair(context, cq, max_send=8, max_recv=8)
+        with pytest.raises(VerbsError, match=r"to RTS \(timeout 14, retries 6\): Invalid argument"):
+            qp.to_rts(1)
+        qp.to_init()
+        with pytest.raises(VerbsError, match=r"to RTR \(peer's 0x00abcd, MTU code 9, GID index 1, port 1\)"):
+            qp.to_rtr(0xABCD, 1, 9, gid=bytes(16), gid_index=1)
+        with pytest.raises(ValueError, match="16 bytes, got 3"):
+            qp.to_rtr(1, 1, 3, gid=b"abc")
+        fake.set(modify_errno=errno.ETIMEDOUT, modify_state=6)
+        with pytest.raises(VerbsError, match="to ERR: Connection timed out"):
+            qp.to_error()
+
+
+def test_events_are_returned_and_acknowledged(fake: Fake) -> None:
+    with pair() as (left, _):
+        number = left.qps[0].qp_num
+        fake.async_event(number, 1, number)
+        fake.async_event(number, 10, 1)
+        events = left.context.async_events(1.0)
+        assert [(kind, name, n) for kind, _, name, n in events] == [(1, "qp", number), (10, "port", 1)]
+        assert events[1][1] == "port error"
+        started = time.monotonic()
+        assert left.context.async_events(0.05) == []
+        assert 0.04 < time.monotonic() - started < 2
+
+
+def test_wait_keeps_its_deadline_and_close_refuses_meanwhile(fake: Fake) -> None:
+    with pair() as (left, _):
+        outcome: list[bool] = []
+        waiter = threading.Thread(target=lambda: outcome.append(left.cq.wait(0.5)))
+        started = time.monotonic()
+        waiter.start()
+        time.sleep(0.1)
+        with pytest.raises(BufferError, match="in use by a call in another thread"):
+            left.cq.close()
+        waiter.join()
+        assert outcome == [False] and 0.4 < time.monotonic() - started < 3
+
+
+def test_wait_wakes_up_for_a_completion(fake: Fake) -> None:
+    with pair() as (left, right):
+        fake.knobs.hold = 1
+        write(left, right, rows((0, 0, 100)))
+        threading.Timer(0.1, lambda: setattr(fake.knobs, "hold", 0)).start()
+        started = time.monotonic()
+        assert left.cq.wait(10.0) and time.monotonic() - started < 5
+        assert len(left.poll()) == 1
+        assert not left.cq.wait(0.0, spin_s=0.01)
+
+
+def test_poll_wants_room_for_a_record(fake: Fake) -> None:
+    with pair() as (left, _):
+        with pytest.raises(ValueError, match="at least 48 bytes"):
+            left.cq.poll(bytearray(40))
+        assert left.cq.poll(new_records(3)) == 0
+
+
+def test_writes_outside_of_a_region_are_refused_before_posting(fake: Fake) -> None:
+    with pair(1000) as (left, right):
+        for bad in [
+            (0, 0, 1001),
+            (1, 0, 1000),
+            (0, 1, 1000),
+            (2**64 - 1, 0, 1),
+            (0, 0, 0),
+            (0, 2**64 - 4, 8),
+        ]:
+            with pytest.raises(ValueError, match="write 1 of"):
+                write(left, right, rows((0, 0, 1000), bad))
+        with pytest.raises(ValueError, match="rows of three uint64"):
+            left.qps[0].write(left.region, bytearray(20), 0, 8, 1)
+        assert left.qps[0].posted == 0 and left.cq.polled == 0
+
+
+def test_peer_that_is_gone_is_one_error_and_flushes(fake: Fake) -> None:
+    with pair(depth=32) as (left, right):
+        fake.kill(right.qps[0].qp_num)
+        fake.knobs.hold = 1
+        assert write(left, right, rows(*[(0, 0, 64)] * 10), signal_every=4) == 10
+        fake.knobs.hold = 0
+        seen = left.collect(10)
+        assert seen["status"].tolist() == [12] + [FLUSH] * 9
+        assert seen["seq"].tolist() == list(range(1, 11))
+        assert seen["opcode"].tolist() == [0] * 10 and seen["vendor_err"][0] == 0xFA
+        assert (left.qps[0].failed, left.qps[0].flushed, left.qps[0].lost) == (1, 9, 0)
+        assert _verbs.status_text(12) == "transport retry counter exceeded"
+
+
+def test_recovers_after_an_error(fake: Fake) -> None:
+    with pair() as (left, right):
+        write(left, right, rows((0, 0, 8)))
+        fake.set(fail_at=1, fail_status=10)
+        write(left, right, rows((0, 0, 8)))
+        assert left.collect(2)["status"].tolist() == [0, 10]
+        a, b = left.qps[0], right.qps[0]
+        assert a.reset() == 0 and b.reset() == 0
+        connect(a, b, left, right)
+        connect(b, a, right, left)
+        left.memory[:8] = 3
+        write(left, right, rows((0, 8, 8)))
+        assert left.collect(1)["seq"].tolist() == [3]
+        assert right.memory[8:16].tolist() == [3] * 8
+
+
+def test_reset_writes_off_what_never_completes(fake: Fake) -> None:
+    with pair() as (left, right):
+        fake.set(hold=1, lossy_reset=1)
+        write(left, right, rows(*[(0, 0, 100)] * 5))
+        started = time.monotonic()
+        assert left.qps[0].reset(0.1) == 5
+        assert time.monotonic() - started < 2 and left.qps[0].in_flight == 0
+        left.region.close()
+
+
+def test_close_leaves_other_completions_to_be_polled(fake: Fake) -> None:
+    with pair(qps=2) as (left, right):
+        write(left, right, rows((0, 0, 8)), qp=1)
+        fake.knobs.hold = 1
+        write(left, right, rows((0, 0, 8), (8, 8, 8)), qp=0)
+        left.qps[0].close()
+        assert (left.qps[0].flushed, left.qps[0].lost) == (2, 0)
+        assert left.poll()["token"].tolist() == [left.qps[1].token]
+
+
+def test_key_of_a_closed_region_is_a_remote_access_error(fake: Fake) -> None:
+    with pair() as (left, right):
+        address, nbytes, rkey = right.region.address, right.region.nbytes, right.region.rkey
+        right.region.close()
+        left.qps[0].write(left.region, rows((0, 0, 100)), address, nbytes, rkey)
+        assert left.collect(1)["status"].tolist() == [10]
+
+
+@pytest.mark.parametrize("retries", [2, 7])
+def test_immediate_without_a_receive(fake: Fake, retries: int) -> None:
+    with pair(rnr_retries=retries) as (left, right):
+        write(left, right, rows(), imm=5)
+        if retries == 7:  # for ever: the application's deadline must end it
+            assert not left.cq.wait(0.1)
+            right.qps[0].receive(1)
+            assert left.collect(1)["status"].tolist() == [0]
+        else:
+            record = left.collect(1)[0]
+            assert (record["status"], record["opcode"]) == (13, 1)
+
+
+def test_every_status_reaches_python(fake: Fake) -> None:
+    for status in range(1, 24):
+        fake.set()
+        with pair() as (left, right):
+            fake.set(fail_at=1, fail_status=status)
+            write(left, right, rows((0, 0, 8), (0, 0, 8)))
+            assert left.collect(2)["status"].tolist() == [status, FLUSH]
+
+
+def test_refused_post_is_an_error_only_when_nothing_is_in_flight(fake: Fake) -> None:
+    with pair() as (left, right):
+        fake.set(chance_partial=ANY_CHANCE, partial_errno=errno.EINVAL, seed=1)
+        with pytest.raises(VerbsError, match="posting 1 writes on queue pair 0x.* to peer of fake0"):
+            write(left, right, rows((0, 0, 8)))
+        fake.set(hold=1)
+        write(left, right, rows((0, 0, 100)))
+        fake.set(hold=1, chance_partial=ANY_CHANCE, partial_errno=errno.ENOMEM)
+        assert write(left, right, rows((0, 0, 100))) == 0
+        fake.set()
+        left.collect(1)
+
+
+def test_headers_of_this_machine_agree(tmp_path: Path) -> None:
+    if not Path("/usr/include/infiniband/verbs.h").exists():
+        pytest.skip("needs libibverbs-dev")
+    here = Path(__file__).parent
+    command = [
+        "gcc",
+        "-std=gnu11",
+        f"-I{here.parents[1] / 'cext' / 'verbs'}",
+        "-c",
+        str(here / "abi_check.c"),
+    ]
+    subprocess.run([*command, "-o", str(tmp_path / "abi.o")], check=True, timeout=60)
+
+
+def test_entries_are_numpy_rows() -> None:
+    assert rows((1, 2, 3)).dtype == np.uint64
