@@ -324,7 +324,9 @@ class Book:
         return self._loads[engine.name] < engine.slots * (1 + _AHEAD)
 
     def _room(self, version: int, outstanding: int) -> int:
-        return admission.capacity(
+        depth = self.config.pipeline_depth or self.config.steps
+        ahead = depth * self.config.samples_per_step - outstanding
+        within_bound = admission.capacity(
             step=self.step,
             version=version,
             bound=self.config.staleness_bound,
@@ -332,6 +334,7 @@ class Book:
             outstanding=outstanding,
             last_step=self.config.steps,
         )
+        return min(ahead, within_bound)
 
     def _is_stale(self, version: Version, step: int | None = None) -> bool:
         return admission.staleness(step or self.step, version.number) > self.config.staleness_bound

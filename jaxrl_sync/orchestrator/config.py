@@ -54,6 +54,9 @@ class LoopConfig:
     seed: int = 0
     max_in_flight: int = 0
     """Permits, in samples, of training and evaluation together; 0: as many as the staleness bound can use."""
+    pipeline_depth: int = 0
+    """Batches' worth of samples that may run or wait beyond what is shipped, whatever staleness allows: what
+    would only wait is generated later, on newer weights. 0: as many as the staleness bound lets in."""
     lead: int = 1
     """Batches that may be shipped ahead of the trainer's committed version."""
     publish_every: int = 1
@@ -125,6 +128,7 @@ def loop_config(run: RunConfig) -> LoopConfig:
         prompts_per_step=loop.prompts_per_step,
         group_size=loop.group_size,
         max_in_flight=loop.inflight_groups * loop.group_size,
+        pipeline_depth=loop.pipeline_depth,
         lead=loop.target_lag,
         publish_every=run.sync.every_steps,
         retry_cap=loop.retry_cap,

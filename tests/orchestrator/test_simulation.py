@@ -16,6 +16,7 @@ SCHEDULES = st.fixed_dictionaries(
     {
         "bound": st.integers(0, 4),
         "lead": st.integers(0, 3),
+        "depth": st.integers(0, 3),
         "prompts": st.integers(1, 5),
         "group": st.integers(1, 6),
         "policy": st.sampled_from(["drop", "wait"]),
@@ -37,6 +38,7 @@ def _run(case: dict[str, Any], steps: int = 12) -> tuple[Any, Any]:
         steps=steps,
         staleness_bound=case["bound"],
         lead=case["lead"],
+        pipeline_depth=case["depth"],
         prompts_per_step=case["prompts"],
         group_size=case["group"],
         stale_policy=case["policy"],
@@ -96,7 +98,7 @@ def test_a_resume_from_any_batch_consumes_every_prompt_exactly_once(case: dict[s
         train_s=case["train_s"],
     )
     fresh = second.book.room(stop)
-    assert fresh == min(2 + 1, 12 - stop) * first.config.samples_per_step, (
+    assert fresh == min(case["depth"] or 12, 2 + 1, 12 - stop) * first.config.samples_per_step, (
         "a resume starts with full capacity"
     )
     after = second.run()
@@ -204,6 +206,16 @@ def test_buffered_bytes_stay_bounded_over_a_long_run() -> None:
     assert not book.open and not book.queue and not book.retries
     assert max(len(c["consumed"]) for c in outcome.cursors) <= (3 + 1) * 4, "the cursor stays small"
     assert cursor["position"] == 400 * 4 and cursor["consumed"] == []
+
+
+def test_a_small_pipeline_depth_trains_on_fresher_samples_under_the_same_bound() -> None:
+    means = []
+    for depth in (0, 1):
+        config = sim.loop_config(steps=60, staleness_bound=4, pipeline_depth=depth)
+        outcome = sim.Simulation(config, seed=3, train_s=4.0, generate_s=0.3).run()
+        assert outcome.ended and len(outcome.batches) == 60
+        means.append(sum(k * n for k, n in outcome.staleness.items()) / outcome.staleness.total())
+    assert means[0] > 3.5 and means[1] < 3.1
 
 
 @pytest.mark.invariant(16)
