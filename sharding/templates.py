@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from jaxrl_sync.sharding.balance import Holders, shares
 from jaxrl_sync.sharding.layout import Placement
@@ -63,6 +64,16 @@ class _Need:
     total_bytes: int
 
 
+@dataclasses.dataclass
+class _Moves:
+    """The moves of one draft as they are found: those without a choice in bulk, the others one by one."""
+
+    bulk: tuple[IntArray, IntArray, IntArray]  # source device, target device, pair
+    single: list[tuple[int, int, IntArray, IntArray, tuple[int, ...]]] = dataclasses.field(
+        default_factory=list
+    )
+
+
 class Builder:
     """Makes the templates of all drafts at once, since they share senders."""
 
@@ -80,27 +91,65 @@ class Builder:
     def build(self, drafts: Sequence[Draft], counts: Sequence[int]) -> tuple[Template, ...]:
         """Templates in the order of the drafts; ``counts``: instances of each."""
         pairs = [match(d.block, reduce(d.target, True), reduce(d.source, False), d.name) for d in drafts]
-        needs = [n for i, d in enumerate(drafts) for n in self._needs(i, d, pairs[i], counts[i])]
         demand: dict[Holders, int] = {}
+        needs: list[_Need] = []
+        moves = []
+        for i, (draft, found) in enumerate(zip(drafts, pairs, strict=True)):
+            forced = self._forced(draft, found)
+            moves.append(_Moves(self._bulk(draft, found, forced, counts[i], demand)))
+            needs += self._needs(i, draft, found, counts[i], np.flatnonzero(~forced))
         for need in needs:
             demand[need.holders] = demand.get(need.holders, 0) + need.total_bytes
-        local = {h: {h[0]: s} for h, s in demand.items() if h == (CONSTANT_NODE,)}  # never on the network
-        wire = {h: s for h, s in demand.items() if h not in local}
-        quota = local | (shares(wire, {n: self._rates[n] for h in wire for n in h}) if wire else {})
-        moves: list[list[tuple[int, int, IntArray, IntArray, tuple[int, ...]]]] = [[] for _ in drafts]
+        demand.pop((CONSTANT_NODE,), None)  # constants never touch the network
+        quota = shares(demand, {n: self._rates[n] for h in demand for n in h}) if demand else {}
+        quota[(CONSTANT_NODE,)] = {CONSTANT_NODE: 0}
         for need in sorted(needs, key=lambda n: (-n.total_bytes, n.draft, n.pair, n.receiver)):
             self._assign(need, drafts[need.draft], pairs[need.draft], counts[need.draft], quota, moves)
-        return tuple(_template(d, rows) for d, rows in zip(drafts, moves, strict=True))
+        return tuple(_template(d, p, m) for d, p, m in zip(drafts, pairs, moves, strict=True))
 
-    def _needs(self, number: int, draft: Draft, pairs: Pairs, count: int) -> list[_Need]:
+    def _forced(self, draft: Draft, pairs: Pairs) -> npt.NDArray[np.bool_]:
+        """Pairs whose source box one device alone holds, so that there is nothing to choose."""
+        alone = np.array([len(shards) == 1 for shards in draft.source.by_box.values()], bool)
+        if self._policy.receivers != "device":
+            return np.zeros(len(pairs.source), bool)
+        return np.asarray(alone[pairs.source], bool)
+
+    def _bulk(
+        self,
+        draft: Draft,
+        pairs: Pairs,
+        forced: npt.NDArray[np.bool_],
+        count: int,
+        demand: dict[Holders, int],
+    ) -> tuple[IntArray, IntArray, IntArray]:
+        """All forced moves of a draft at once; their bytes are added to ``demand`` and to the devices."""
+        holder = np.array([shards[0].device for shards in draft.source.by_box.values()], np.int64)
+        takers = [np.array([s.device for s in shards], np.int64) for shards in draft.target.by_box.values()]
+        rows = np.flatnonzero(forced)
+        repeat = np.array([len(t) for t in takers], np.int64)[pairs.target[rows]]
+        who = [takers[t] for t in pairs.target[rows].tolist()]
+        receivers = np.concatenate(who) if who else np.zeros(0, np.int64)
+        rows = np.repeat(rows, repeat)
+        senders = holder[pairs.source[rows]]
+        sizes = volumes(pairs.low, pairs.high)[rows]
+        for device in np.unique(senders).tolist():
+            size = int(sizes[senders == device].sum()) * draft.itemsize * count
+            key = (self._nodes[device],)
+            demand[key] = demand.get(key, 0) + size
+            self._sent[device] = self._sent.get(device, 0) + size
+        return senders, receivers, rows
+
+    def _needs(
+        self, number: int, draft: Draft, pairs: Pairs, count: int, rows: npt.NDArray[np.intp]
+    ) -> list[_Need]:
         takers = [[s.device for s in shards] for shards in draft.target.by_box.values()]
         holders = [
             tuple(sorted({self._nodes[s.device] for s in shards})) for shards in draft.source.by_box.values()
         ]
         sizes = volumes(pairs.low, pairs.high) * draft.itemsize * count
         needs = []
-        for row, (s, t) in enumerate(zip(pairs.source.tolist(), pairs.target.tolist(), strict=True)):
-            size = int(sizes[row])
+        for row in rows.tolist():
+            s, t, size = int(pairs.source[row]), int(pairs.target[row]), int(sizes[row])
             for receiver, fanout in self._receivers(takers[t], size):
                 needs.append(_Need(number, row, receiver, fanout, holders[s], size))
         return needs
@@ -126,7 +175,7 @@ class Builder:
         pairs: Pairs,
         count: int,
         quota: dict[Holders, dict[int, int]],
-        moves: list[list[tuple[int, int, IntArray, IntArray, tuple[int, ...]]]],
+        moves: list[_Moves],
     ) -> None:
         """Gives one need to the nodes with quota left, cut along its longest axis where one is not enough."""
         shards = list(draft.source.by_box.values())[int(pairs.source[need.pair])]
@@ -149,7 +198,7 @@ class Builder:
             end = high.copy()
             if take < rows:
                 end[axis] = low[axis] + take
-            moves[need.draft].append((device, need.receiver, low.copy(), end, need.fanout))
+            moves[need.draft].single.append((device, need.receiver, low.copy(), end, need.fanout))
             if take >= rows:
                 return
             left -= part
@@ -164,18 +213,27 @@ def _cut_axis(sizes: IntArray) -> int:
     return int(np.argmax(sizes)) if len(sizes) else 0
 
 
-def _template(draft: Draft, rows: list[tuple[int, int, IntArray, IntArray, tuple[int, ...]]]) -> Template:
+def _template(draft: Draft, pairs: Pairs, moves: _Moves) -> Template:
     axes = len(draft.block.links)
-    rows = sorted(rows, key=lambda r: (r[1], r[2].tolist(), r[0]))
-    fanout = [(r[1], to, i) for i, r in enumerate(rows) for to in r[4]]
+    single = moves.single
+    senders = np.concatenate([moves.bulk[0], np.array([r[0] for r in single], np.int64)])
+    receivers = np.concatenate([moves.bulk[1], np.array([r[1] for r in single], np.int64)])
+    low = np.concatenate(
+        [pairs.low[moves.bulk[2]], np.array([r[2] for r in single], np.int64).reshape(len(single), axes)]
+    )
+    high = np.concatenate(
+        [pairs.high[moves.bulk[2]], np.array([r[3] for r in single], np.int64).reshape(len(single), axes)]
+    )
+    order = np.lexsort((senders, *low.T[::-1], receivers))  # the last key is the first to sort by
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    given = len(moves.bulk[0])
+    fanout = sorted((int(place[given + i]), r[1], to) for i, r in enumerate(single) for to in r[4])
 
-    def column(values: list[int]) -> IntArray:
-        return np.array(values, np.int64)
+    def column(k: int) -> IntArray:
+        return np.array([f[k] for f in fanout], np.int64)
 
     return Template(
-        draft.source, draft.target, draft.itemsize, draft.block,
-        column([r[0] for r in rows]), column([r[1] for r in rows]),
-        np.array([r[2] for r in rows], np.int64).reshape(len(rows), axes),
-        np.array([r[3] for r in rows], np.int64).reshape(len(rows), axes),
-        column([f[0] for f in fanout]), column([f[1] for f in fanout]), column([f[2] for f in fanout]),
+        draft.source, draft.target, draft.itemsize, draft.block, senders[order], receivers[order], low[order],
+        high[order], column(1), column(2), column(0),
     )  # fmt: skip
