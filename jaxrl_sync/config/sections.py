@@ -195,8 +195,8 @@ class LoopSection(Section):
     step_timeout_s: Seconds = 180.0
     """Deadline on one training step, from frame to acknowledgement."""
     pipeline_depth: NonNegative = 0
-    """Batches of rollouts that may run or wait beyond the shipped ones; 0: as many as staleness allows. A small
-    depth generates later, on newer weights, what would only wait."""
+    """Batches of rollouts that may run or wait beyond the shipped ones; 0: as many as staleness allows.
+    A small depth generates later, on newer weights, what would only wait."""
     stale_policy: Literal["wait", "drop"] = "wait"
     """Running rollouts that the next batch would make too stale: wait for them, or drop and count them."""
     drop_uniform_groups: bool = False
