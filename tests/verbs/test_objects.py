@@ -29,6 +29,13 @@ def test_records_have_the_layout_of_the_extension() -> None:
     assert RECORD.itemsize == _verbs.RECORD_BYTES
 
 
+def test_sanitized_run_tests_the_sanitized_extension() -> None:
+    folder = os.environ.get("JAXRL_SYNC_SANITIZED")
+    if folder is None:
+        pytest.skip("not a run under sanitizers")
+    assert str(_verbs.__file__).startswith(folder)
+
+
 def test_lists_devices_and_queries_them(fake: Fake) -> None:
     assert _verbs.load_error() is None
     assert _verbs.device_names() == ["fake0", "fake1"]

@@ -1,0 +1,193 @@
+"""Random faults of the fake against the promises: no byte lost, no completion missed or told twice."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxrl_sync.transfer.verbs.errors import VerbsError
+from tests.verbs.fakelib import Fake
+from tests.verbs.pairs import End, pair, write
+
+FLUSH = 5
+EXAMPLES = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+Rows = npt.NDArray[np.uint64]
+
+
+def cut(rng: np.random.Generator, nbytes: int, pieces: int) -> Rows:
+    """Disjoint pieces of 1 B up that cover ``nbytes``, in random order, to the same offset at the peer."""
+    edges = np.sort(rng.choice(np.arange(1, nbytes), pieces - 1, replace=False))
+    starts = np.concatenate([[0], edges]).astype(np.uint64)
+    lengths = np.diff(np.concatenate([starts, [nbytes]]).astype(np.uint64))
+    table = np.stack([starts, starts, lengths], axis=1)
+    return np.ascontiguousarray(rng.permutation(table))
+
+
+def drive(left: End, right: End, shares: list[Rows], signal_every: int, imm: int) -> npt.NDArray[np.void]:
+    """Post all shares, each on its queue pair, closing with an immediate; every record that comes back."""
+    at = [0] * len(shares)
+    parts = []
+    end = time.monotonic() + 30
+    while any(a <= len(s) for a, s in zip(at, shares, strict=True)) or any(q.in_flight for q in left.qps):
+        assert time.monotonic() < end, [(q.posted, q.retired) for q in left.qps]
+        for i, share in enumerate(shares):
+            if at[i] <= len(share) and not left.qps[i].failed:
+                try:
+                    at[i] += write(left, right, share, i, start=at[i], signal_every=signal_every, imm=imm + i)
+                except VerbsError as error:  # the fake refused all of it while nothing was in flight
+                    assert error.errno == errno.ENOMEM and not left.qps[i].in_flight
+            elif left.qps[i].failed:
+                at[i] = len(share) + 1
+        parts.append(left.poll(7))
+        if not len(parts[-1]):
+            left.cq.wait(0.01)
+            parts.append(left.poll(7))
+    while len(parts[-1]):  # what a wait found is accounted for and still to be polled
+        parts.append(left.poll())
+    return np.concatenate(parts)
+
+
+def check_fates(end: End, records: npt.NDArray[np.void]) -> None:
+    """Each work request of each queue pair has exactly one fate, in order."""
+    for qp in end.qps:
+        mine = records[(records["token"] == qp.token) & (records["receive"] == 0)]
+        assert (np.diff(mine["seq"].astype(np.int64)) > 0).all()
+        assert int(mine["retires"].sum()) == qp.posted == qp.retired
+        failed = mine[mine["status"] != 0]
+        assert (failed["status"][1:] == FLUSH).all(), "after the first error everything is flushed"
+        if len(failed):
+            assert failed["seq"].tolist() == list(range(int(failed["seq"][0]), qp.posted + 1))
+        assert (qp.failed, qp.flushed, qp.lost) == (min(1, len(failed)), max(0, len(failed) - 1), 0)
+
+
+@EXAMPLES
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    qps=st.integers(1, 4),
+    depth=st.integers(1, 80),
+    pieces=st.integers(1, 300),
+    signal_every=st.integers(1, 100),
+    partial=st.sampled_from([0, 8000, 40000]),
+    duplicate=st.sampled_from([0, 20000]),
+    delay=st.sampled_from([0, 30000]),
+    short_poll=st.sampled_from([0, 1, 3]),
+    fail_at=st.one_of(st.just(0), st.integers(1, 300)),
+    fail_status=st.integers(1, 23).filter(lambda s: s != FLUSH),
+)
+def test_no_byte_is_lost_and_no_completion_told_twice(
+    fake: Fake,
+    seed: int,
+    qps: int,
+    depth: int,
+    pieces: int,
+    signal_every: int,
+    partial: int,
+    duplicate: int,
+    delay: int,
+    short_poll: int,
+    fail_at: int,
+    fail_status: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    nbytes = 20000
+    table = cut(rng, nbytes, pieces)
+    shares = [np.ascontiguousarray(table[i::qps]) for i in range(qps)]
+    fake.set()
+    # Duplicates take room that no device would give them: the queue gets some.
+    with pair(nbytes, qps=qps, depth=depth, receives=4 + depth * (duplicate > 0)) as (left, right):
+        left.memory[:] = rng.integers(1, 256, nbytes, dtype=np.uint8)
+        for qp in right.qps:
+            qp.receive(4)
+        fake.set(
+            seed=seed,
+            chance_partial=partial,
+            partial_errno=errno.ENOMEM,
+            chance_duplicate=duplicate,
+            chance_delay=delay,
+            short_poll=short_poll,
+            fail_at=fail_at,
+            fail_status=fail_status,
+        )
+        records = drive(left, right, shares, signal_every, imm=100)
+        fake.set()
+        check_fates(left, records)
+        arrived = right.poll(64)
+        arrived = arrived[arrived["status"] == 0]
+        whole = [i for i, qp in enumerate(left.qps) if not qp.failed]
+        assert sorted(arrived["imm"].tolist()) == [100 + i for i in whole]
+        for i, (qp, share) in enumerate(zip(left.qps, shares, strict=True)):
+            mine = records[(records["token"] == qp.token) & (records["status"] != 0)]
+            good = int(mine["seq"][0]) - 1 if len(mine) else len(share)
+            for n, (start, _, length) in enumerate(share.tolist()):
+                got = right.memory[start : start + length]
+                want = left.memory[start : start + length] if n < good else 0
+                assert (got == want).all(), (i, n, good)
+
+
+def test_posting_and_polling_in_two_threads(fake: Fake) -> None:
+    nbytes, rounds = 1 << 16, 4
+    table = cut(np.random.default_rng(5), nbytes, 900)
+    with pair(nbytes, depth=64) as (left, right):
+        fake.set(seed=9, chance_delay=20000, chance_partial=5000, partial_errno=errno.ENOMEM)
+        seen: list[npt.NDArray[np.void]] = []
+        total = rounds * len(table)
+
+        def poller() -> None:
+            retired = 0
+            while retired < total:
+                assert left.cq.wait(20.0)
+                seen.append(left.poll())
+                retired += int(seen[-1]["retires"].sum())
+
+        thread = threading.Thread(target=poller)
+        thread.start()
+        for number in range(rounds):
+            left.memory[:] = number + 1
+            at, end = 0, time.monotonic() + 30
+            while at < len(table):
+                at += write(left, right, table, start=at)
+                assert time.monotonic() < end
+            while left.qps[0].in_flight:
+                time.sleep(0.0005)
+        thread.join()
+        check_fates(left, np.concatenate(seen))
+        assert (right.memory == rounds).all()
+
+
+def test_closing_from_another_thread_is_refused_or_complete(fake: Fake) -> None:
+    """Whatever the timing: BufferError while a call runs, afterwards a clear error, never a crash."""
+    table = cut(np.random.default_rng(1), 1 << 14, 800)
+    for attempt in range(15):
+        with pair(1 << 14, depth=1000, receives=1) as (left, right):
+            outcome: list[str] = []
+
+            def poster() -> None:
+                try:
+                    while True:
+                        write(left, right, table)
+                        left.poll()
+                except (OSError, BufferError) as error:
+                    outcome.append(str(error))
+
+            thread = threading.Thread(target=poster)
+            thread.start()
+            time.sleep(0.001 * (attempt % 4))
+            end = time.monotonic() + 20
+            while not left.context.closed:
+                assert time.monotonic() < end
+                try:
+                    left.context.close()
+                except BufferError:
+                    time.sleep(0.0001)
+            thread.join(20)
+            assert not thread.is_alive()
+            assert "closed" in outcome[0] or "in use" in outcome[0], outcome
