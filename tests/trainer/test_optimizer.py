@@ -12,7 +12,9 @@ from jaxrl_sync.trainer.optimizer import learning_rate, make_optimizer
 
 def test_schedules() -> None:
     warm = learning_rate(OptimizerConfig(learning_rate=1.0, warmup_steps=4))
-    np.testing.assert_allclose([float(warm(i)) for i in range(6)], [0.2, 0.4, 0.6, 0.8, 1.0, 1.0], rtol=1e-6)
+    np.testing.assert_allclose(
+        [np.asarray(warm(i)) for i in range(6)], [0.2, 0.4, 0.6, 0.8, 1.0, 1.0], rtol=1e-6
+    )
     cosine = learning_rate(
         OptimizerConfig(
             learning_rate=2.0, schedule="cosine", warmup_steps=2, total_steps=10, final_fraction=0.1
@@ -20,7 +22,7 @@ def test_schedules() -> None:
     )
     t = np.arange(9) / 8
     expected = 2.0 * (0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * t)))
-    np.testing.assert_allclose([float(cosine(2 + i)) for i in range(9)], expected, rtol=1e-5)
+    np.testing.assert_allclose([np.asarray(cosine(2 + i)) for i in range(9)], expected, rtol=1e-5)
     with pytest.raises(TrainerConfigError, match="total_steps=3: expected more than warmup_steps=5"):
         OptimizerConfig(schedule="cosine", warmup_steps=5, total_steps=3)
 
