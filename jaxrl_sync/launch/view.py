@@ -61,6 +61,7 @@ class LiveView:
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
+        from rich.text import Text
 
         progress = progress or {}
         step, steps = progress.get("step", 0), progress.get("steps") or 1
@@ -69,9 +70,8 @@ class LiveView:
             if progress.get(key) is not None:
                 table.add_row(label, form.format(progress[key]))
         head = f"{self._title}   step {step} of {steps}   {progress.get('phase', 'starting')}"
-        self._live.update(
-            Group(head, ProgressBar(total=steps, completed=step, width=60), table), refresh=True
-        )
+        bar = ProgressBar(total=steps, completed=step, width=60)
+        self._live.update(Group(Text(head), bar, table), refresh=True)
 
     def note(self, text: str) -> None:
         """Print one event above the table."""
