@@ -163,22 +163,23 @@ def test_posting_and_polling_in_two_threads(fake: Fake) -> None:
         assert (right.memory == rounds).all()
 
 
+def post_until_refused(left: End, right: End, table: Rows, outcome: list[str]) -> None:
+    """Post and poll for ever; the error that ends it goes into ``outcome``."""
+    try:
+        while True:
+            write(left, right, table)
+            left.poll()
+    except (OSError, BufferError) as error:
+        outcome.append(str(error))
+
+
 def test_closing_from_another_thread_is_refused_or_complete(fake: Fake) -> None:
     """Whatever the timing: BufferError while a call runs, afterwards a clear error, never a crash."""
     table = cut(np.random.default_rng(1), 1 << 14, 800)
     for attempt in range(15):
         with pair(1 << 14, depth=1000, receives=1) as (left, right):
             outcome: list[str] = []
-
-            def poster() -> None:
-                try:
-                    while True:
-                        write(left, right, table)
-                        left.poll()
-                except (OSError, BufferError) as error:
-                    outcome.append(str(error))
-
-            thread = threading.Thread(target=poster)
+            thread = threading.Thread(target=post_until_refused, args=(left, right, table, outcome))
             thread.start()
             time.sleep(0.001 * (attempt % 4))
             end = time.monotonic() + 20

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,7 +76,7 @@ print(json.dumps({"batch_ns_per_write": batch, "single_call_ns": single}))
 """
 
 
-def run(code: str, *args: str) -> object:
+def run(code: str, *args: str) -> Any:
     """The JSON that the code prints, run in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT)])}
     done = subprocess.run(
@@ -91,7 +92,7 @@ def run(code: str, *args: str) -> object:
 
 @pytest.mark.parametrize("cycles", [150, pytest.param(1000, marks=pytest.mark.full)])
 def test_connect_transfer_close_leaves_nothing(fake: Fake, cycles: int) -> None:
-    before, after = run(CYCLES, str(cycles))  # type: ignore[misc]
+    before, after = run(CYCLES, str(cycles))
     grown = after.pop("rss") - before.pop("rss")
     assert before == after
     if "JAXRL_SYNC_SANITIZED" not in os.environ:  # the sanitizer keeps what is freed
@@ -101,5 +102,5 @@ def test_connect_transfer_close_leaves_nothing(fake: Fake, cycles: int) -> None:
 def test_cost_of_a_posted_write_is_known(fake: Fake) -> None:
     """Reported, not judged: machines differ. With the fake's own work (a copy of the request) included."""
     cost = run(OVERHEAD)
-    assert isinstance(cost, dict) and cost["batch_ns_per_write"] < cost["single_call_ns"]
+    assert cost["batch_ns_per_write"] < cost["single_call_ns"]
     print(f"\ncost of a posted write: {cost}")
