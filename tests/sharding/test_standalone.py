@@ -73,3 +73,27 @@ def test_the_tutorial_runs_as_printed() -> None:
     assert len(blocks) == 5
     out = _run("-c", "\n".join(blocks) + "\nassert weights['layer2'].sharding == target['layer2'].sharding")
     assert "layer0 bfloat16[16x2x32]: cast from gate -> bfloat16; up -> bfloat16" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["false", None])
+def test_the_extension_builds_clean_and_is_optional(compiler: str | None, tmp_path: Path) -> None:
+    words = [
+        "setup.py",
+        "-q",
+        "build_ext",
+        "--build-lib",
+        str(tmp_path / "lib"),
+        "--build-temp",
+        str(tmp_path),
+    ]
+    env = {**os.environ, "CC": compiler or os.environ.get("CC", "cc")}
+    done = subprocess.run(
+        [sys.executable, *words], env=env, cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-2000:]  # also without a compiler
+    built = list((tmp_path / "lib").rglob("_kernels*.so"))
+    if compiler is None and built:
+        assert "warning: " not in done.stderr.replace("SetuptoolsWarning", "")
+    if compiler == "false":
+        assert not built and "_kernels" in done.stderr

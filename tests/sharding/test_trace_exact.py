@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 
@@ -18,16 +20,16 @@ QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large]
 SEEDS = st.integers(0, (1 << 32) - 1)
 
 
-def check_probe(seed: int) -> None:
-    convert, shapes = program(seed)
+def check_probe(number: int) -> None:
+    convert, shapes = program(number)
     ids = ids_of(shapes)
     corr = trace(convert, {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in ids.items()})
     assert set(agreed(corr, convert, ids)) == {"x", "y"}
 
 
-def check_moved_bits(seed: int) -> None:
-    convert, shapes = program(seed)
-    rng = np.random.default_rng(seed)
+def check_moved_bits(number: int) -> None:
+    convert, shapes = program(number)
+    rng = np.random.default_rng(number)
     grids = [((2, 2), ("x", "y")), ((4,), ("x",)), ((1, 3), ("x", "y")), ((2,), ("x",))]
     on, to = (mesh(*grids[int(rng.integers(0, 4))], first=first) for first in (0, 4))
     dtype = str(rng.choice(["bfloat16", "float32", "int8", "float64"]))
@@ -58,28 +60,36 @@ def check_moved_bits(seed: int) -> None:
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=QUIET)
 @given(SEEDS)
-def test_correspondence_equals_the_probe(seed: int) -> None:
-    check_probe(seed)
+def test_correspondence_equals_the_probe(number: int) -> None:
+    check_probe(number)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=QUIET)
 @given(SEEDS)
-def test_moved_bits_equal_the_conversion(seed: int) -> None:
-    check_moved_bits(seed)
+def test_moved_bits_equal_the_conversion(number: int) -> None:
+    check_moved_bits(number)
+
+
+def in_block(check: Callable[[int], None], block: int, examples: int) -> None:
+    """Runs ``check`` on the programs of one block: blocks differ, each is the same on every run."""
+    seeded = seed(block)(
+        settings(max_examples=examples, deadline=None, database=None, suppress_health_check=QUIET)(
+            given(SEEDS)(check)
+        )
+    )
+    seeded()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-@settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=QUIET)
-@given(SEEDS)
-def test_correspondence_equals_the_probe_400(seed: int) -> None:
-    check_probe(seed)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("block", range(4))
+def test_correspondence_equals_the_probe_400(block: int) -> None:
+    in_block(check_probe, block, 100)
 
 
 @pytest.mark.full
-@pytest.mark.timeout(7200)
-@settings(max_examples=2000, deadline=None, derandomize=True, suppress_health_check=QUIET)
-@given(SEEDS)
-def test_correspondence_and_bits_2000(seed: int) -> None:
-    check_probe(seed)
-    check_moved_bits(seed)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("block", range(4, 24))
+def test_correspondence_and_moved_bits_2000(block: int) -> None:
+    in_block(check_probe, block, 100)
+    in_block(check_moved_bits, block, 100)
