@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxrl_sync.inference import probe
 from jaxrl_sync.inference.chat import chat_format
@@ -101,6 +101,7 @@ def run(
     )  # fmt: skip
     with _world(spec):
         mesh = Mesh(np.array(jax.devices()), ("tp",), axis_types=(AxisType.Auto,))
+        _meet(mesh)
         target = target_tree(model, engine, mesh, np.dtype(dtype))
         token = auth.load_token(token_file)
         if subscriber.rank == 0:
@@ -135,6 +136,19 @@ def _world(spec: Spec) -> Any:
     jax.devices()  # the first use of the backend is collective: all ranks make it here
     yield
     jax.distributed.shutdown()
+
+
+def _meet(mesh: Mesh) -> None:
+    """Let all ranks of a mesh find each other now, in a collective that compiles at once.
+
+    For the first collective over a set of devices gloo allows 30 s between the ranks, which is less than the
+    compilation of a step may differ by; later ones wait for slower ranks.
+    """
+    whole = PartitionSpec()
+    total = jax.shard_map(
+        lambda x: jax.lax.psum(x, "tp"), mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False
+    )
+    jax.block_until_ready(jax.jit(total)(np.float32(1)))
 
 
 def _subscribe(spec: Spec, mesh: Mesh, target: Any) -> Subscriber:

@@ -51,7 +51,7 @@ class Child:
     announce: Path
     rows: Path
 
-    def url(self, timeout_s: float = 120.0) -> str:
+    def url(self, timeout_s: float = 240.0) -> str:
         """The announced URL; fails with the child's output when it ends instead."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
