@@ -33,6 +33,7 @@ PROTOCOL = 1
 TOKEN_HEX = 64
 MAX_HELLO_BYTES = 1 << 20
 _LENGTH = struct.Struct("<I")
+_SHOWN = 300  # characters of what an unproven peer says that get into messages and logs
 
 Hello = dict[str, Any]
 Reply = Mapping[str, Any] | Callable[[Hello], Mapping[str, Any]]
@@ -53,17 +54,19 @@ def create_token(path: str | Path) -> str:
 
 def load_token(path: str | Path) -> str:
     """Read a token file that nobody but its owner can read. AuthError names what is wrong with it."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:  # a pipe in its place must not block us
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise AuthError(f"can't read token file {path}: {error.strerror}") from error
-    with os.fdopen(fd) as file:
-        info = os.fstat(file.fileno())
+    try:
+        info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode) or stat.S_IMODE(info.st_mode) & 0o077:
             raise AuthError(f"token file {path} has mode {stat.filemode(info.st_mode)}, expected -rw-------")
         if info.st_uid not in (os.geteuid(), 0):
             raise AuthError(f"token file {path} belongs to uid {info.st_uid}, expected {os.geteuid()}")
-        text = file.read(TOKEN_HEX + 2).strip()
+        text = os.read(fd, TOKEN_HEX + 2).decode("ascii", "replace").strip()
+    finally:
+        os.close(fd)
     if len(text) != TOKEN_HEX or any(c not in "0123456789abcdef" for c in text):
         raise AuthError(
             f"token file {path} holds {len(text)} characters, expected {TOKEN_HEX} hexadecimal ones"
@@ -107,7 +110,7 @@ def connect(sock: socket.socket, token: str, run_id: str, hello: Hello, deadline
     reply = _text(answer, "reply")
     if not hmac.compare_digest(_text(answer, "proof"), _proof(token, "reply", bind, reply)):
         raise AuthError("the listener's reply doesn't carry a valid proof")
-    return _object(json.loads(reply))
+    return _parse(reply)
 
 
 def accept(
@@ -123,9 +126,11 @@ def accept(
     sock.setblocking(False)
     first = _recv(sock, deadline)
     if first.get("protocol") != PROTOCOL:
-        _refuse(sock, f"protocol {first.get('protocol')!r} isn't spoken here, expected {PROTOCOL}", deadline)
+        found = repr(first.get("protocol"))[:_SHOWN]
+        _refuse(sock, f"protocol {found} isn't spoken here, expected {PROTOCOL}", deadline)
     if first.get("run_id") != run_id:
-        _refuse(sock, f"run id {first.get('run_id')!r} is foreign here", deadline)
+        found = repr(first.get("run_id"))[:_SHOWN]
+        _refuse(sock, f"run id {found} is foreign here, expected {run_id!r}", deadline)
     nonce = secrets.token_hex(32)
     bind = (run_id, _text(first, "nonce"), nonce)
     _send(sock, {"nonce": nonce, "proof": _proof(token, "server", bind, "")}, deadline)
@@ -133,7 +138,7 @@ def accept(
     text = _text(second, "hello")
     if not hmac.compare_digest(_text(second, "proof"), _proof(token, "client", bind, text)):
         _refuse(sock, "wrong run token", deadline)
-    hello = _object(json.loads(text))
+    hello = _parse(text)
     try:
         answer = json.dumps(dict(reply(hello) if callable(reply) else reply or {}))
     except TransferError as error:
@@ -165,12 +170,9 @@ def _recv(sock: socket.socket, deadline: float) -> Hello:
         raise ProtocolError(f"a handshake message of {length} bytes, the limit is {MAX_HELLO_BYTES}")
     text = bytearray(length)
     wire.recv_exact_into(sock, memoryview(text), deadline)
-    try:
-        message = _object(json.loads(bytes(text)))
-    except ValueError as error:
-        raise ProtocolError(f"a handshake message isn't JSON: {error}") from error
+    message = _parse(bytes(text))
     if "error" in message:
-        raise AuthError(f"the other side refused the connection: {message['error']}")
+        raise AuthError(f"the other side refused the connection: {str(message['error'])[:_SHOWN]}")
     return message
 
 
@@ -187,7 +189,11 @@ def _text(message: Hello, key: str) -> str:
     return value
 
 
-def _object(value: Any) -> Hello:
+def _parse(text: str | bytes) -> Hello:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"a handshake message isn't JSON: {error}") from error
     if not isinstance(value, dict):
         raise ProtocolError(f"a handshake message is {type(value).__name__}, expected an object")
     return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import threading
@@ -59,6 +58,7 @@ class Inbound:
         self.edge = opening.edge
         self.unconfirmed = False
         self._round_lock = threading.Lock()
+        self._in_round = False
         self._config = config
         self._opening = opening
         self._address = str(publisher.info.get("address"))
@@ -92,7 +92,7 @@ class Inbound:
         return Connection(sock, self.peer)
 
     def _open(self, transport: str, slots: list[Slot]) -> ShmReceiver | TcpReceiver:
-        memories = [s.memory for s in slots if isinstance(s.memory, SharedMemory)]
+        memories = [s.memory for s in slots if isinstance(s.memory, SharedMemory) and s.memory.linked]
         message = {
             "kind": "open",
             "target": self._opening.target,
@@ -145,6 +145,7 @@ class Inbound:
         """
         if not self._round_lock.acquire(timeout=remaining(deadline)):
             raise DeadlineError(f"the link to {self.peer} is busy")
+        self._in_round = True
         self.unconfirmed = True
         self._connection.send(
             {
@@ -176,11 +177,14 @@ class Inbound:
         message = self._next(offer, deadline)
         self._expect(message, "sums")
         digests = message.get("digests")
-        return {p: (int(d[0]), int(d[1])) for p, d in digests.items()} if isinstance(digests, dict) else {}
+        if not isinstance(digests, dict) or not all(_is_pair(d) for d in digests.values()):
+            raise ProtocolError(f"{self.peer} sent sums {str(digests)[:200]}, expected pairs by tensor")
+        return {p: (d[0], d[1]) for p, d in digests.items()}
 
     def end(self) -> None:
-        """The round is over on this link, however it went."""
-        if self._round_lock.locked():
+        """The round is over on this link, however it went; nothing if it never began here."""
+        if self._in_round:
+            self._in_round = False
             self._round_lock.release()
 
     def _next(self, offer: Offer, deadline: float) -> dict[str, Any]:
@@ -197,10 +201,13 @@ class Inbound:
         if message.get("kind") != kind:
             raise ProtocolError(f"{self.peer} said {message.get('kind')!r}, expected {kind!r}")
 
-    def tell(self, message: dict[str, Any]) -> None:
-        """Report to the publisher; a link that is gone needs no report."""
-        with contextlib.suppress(UserError):
-            self._connection.send(message, timeout_s=self._config.handshake_timeout_s)
+    def tell(self, message: dict[str, Any], timeout_s: float) -> None:
+        """Report to the publisher; a link that is gone, or closed here because it is stuck, needs none."""
+        try:
+            self._connection.send(message, timeout_s=timeout_s)
+        except UserError as error:
+            logger.info("no report to %s: %s", self.peer, error)
+            self._connection.close()  # half a message may be on the way
 
     @property
     def closed(self) -> bool:
@@ -230,3 +237,7 @@ class Inbound:
         receiver = getattr(self, "_receiver", None)
         if receiver is not None:
             receiver.close()
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(v, int) for v in value)

@@ -9,8 +9,9 @@ from typing import Any
 from jaxrl_sync.sharding import CopyTable, Layout, UserError, trace
 from jaxrl_sync.sharding.rank_plan import RankPlan
 from jaxrl_sync.transfer.config import SubscriberConfig
-from jaxrl_sync.transfer.errors import DeadlineError, MismatchError, PeerLost, TransferError
+from jaxrl_sync.transfer.errors import DeadlineError, MismatchError, PeerLost, ProtocolError, TransferError
 from jaxrl_sync.transfer.hub.client import HubClient, Lease, Member
+from jaxrl_sync.transfer.hub.state import version_of
 from jaxrl_sync.transfer.inbound import Inbound, Opening
 from jaxrl_sync.transfer.pairing import Pairing
 from jaxrl_sync.transfer.receiving import Offer
@@ -88,16 +89,17 @@ class Links:
         return bool(suspects)
 
     def write_constants(self, slot: Slot) -> None:
-        """Elements that the conversion fixes never travel: they are written once into each new slot."""
-        if self._pairing is not None and self._plan.constants:
-            values = {(-1, name): v for name, v in self._pairing.plan.constant_values.items()}
-            CopyTable.direct(self._plan.constants).execute(values, slot.views)
+        """Elements that the conversion fixes never travel: they are written once per slot and plan."""
+        pairing, plan = self._pairing, self._plan
+        if pairing is None or slot.constants_of == pairing.digest:
+            return
+        if plan.constants:
+            values = {(-1, name): v for name, v in pairing.plan.constant_values.items()}
+            CopyTable.direct(plan.constants).execute(values, slot.views)
+        slot.constants_of = pairing.digest
 
-    def update(self, publishers: list[Member], serving: int | None) -> None:
-        """Pair with new publishers, close links to old ones, open missing ones; errors are kept or retried.
-
-        ``serving`` is the slot that must not be touched.
-        """
+    def update(self, publishers: list[Member]) -> None:
+        """Pair with new publishers, close old links, open missing ones; errors are kept or retried."""
         self.publishers = publishers
         incarnations = tuple(p.incarnation for p in publishers)
         if self.failure is not None and self._failed_for == incarnations:
@@ -105,7 +107,7 @@ class Links:
         try:
             for publisher in publishers:
                 if self._pairing is None or publisher.info.get("source_digest") != self._source_digest:
-                    self._pair(publisher, serving)
+                    self._pair(publisher)
             for key, link in list(self._links.items()):
                 if link.incarnation not in incarnations and not link.busy:
                     self._links.pop(key).close()
@@ -120,8 +122,12 @@ class Links:
             else:
                 logger.error("no transfer is possible: %s", error)
                 self.failure, self._failed_for = error, incarnations
+        except Exception as error:  # the conversion is the caller's code: poll must say what it raised
+            logger.exception("no transfer is possible")
+            self.failure = MismatchError(f"can't pair with the publisher: {type(error).__name__}: {error}")
+            self._failed_for = incarnations
 
-    def _pair(self, publisher: Member, serving: int | None) -> None:
+    def _pair(self, publisher: Member) -> None:
         """Trace the conversion from a source layout that is new to us, and tell the hub the result."""
         source = Layout.from_bytes(self._hub.get_blob(str(publisher.info.get("source"))))
         correspondence = trace(self._convert, source, self._target.layout)
@@ -135,9 +141,6 @@ class Links:
         self._plan = pairing.rank(self._config.rank, "target")
         self._pairing, self._blobs = pairing, blobs
         self._source_digest = str(publisher.info.get("source_digest"))
-        for index, slot in enumerate(self._slots):
-            if index != serving:
-                self.write_constants(slot)
 
     def _put_blobs(self, pairing: Pairing) -> tuple[str, str]:
         layout, correspondence = self._target.layout, pairing.correspondence
@@ -165,3 +168,20 @@ class Links:
         """Close every link. Idempotent."""
         for link in list(self._links.values()):
             link.close()
+
+
+def read_watch(seen: dict[str, Any]) -> tuple[list[Member], Offer | None] | None:
+    """Publishers and offer in the hub's answer, None when nothing changed. ProtocolError if malformed."""
+    if seen.get("unchanged"):
+        return None
+    try:
+        publishers = [Member(**p) for p in seen["publishers"]]
+        row = seen["offer"]
+        if row is None:
+            return publishers, None
+        version = version_of(row["version"])
+        if version is None:
+            raise ValueError("an offer without a version")
+        return publishers, Offer(str(row["round"]), version, str(row["sources"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(f"the hub answered {str(seen)[:200]}, expected publishers and offer") from error

@@ -91,6 +91,11 @@ class SharedMemory:
             self.data.release()
             self._map.close()
 
+    @property
+    def linked(self) -> bool:
+        """Whether others can still open it."""
+        return self._linked
+
     def describe(self) -> dict[str, str | int]:
         """What another process needs to open it."""
         return {"name": self.name, "nonce": self.nonce.hex(), "nbytes": self.nbytes}

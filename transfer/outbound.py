@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from jaxrl_sync.transfer.publisher import Publisher
 
 LANES_TIMEOUT_S = 10.0
+MAX_LANES = 64
 
 logger = logging.getLogger("jaxrl_sync.transfer")
 
@@ -52,7 +53,7 @@ class Outbound:
         self.link = link
         self._publisher = publisher
         self._connection = connection
-        self._lanes: list[Connection] = []
+        self._lanes: dict[int, Connection] = {}
         self._lanes_changed = threading.Condition()
         self._edge: Edge | None = None
         self._pairing: Pairing | None = None
@@ -64,10 +65,14 @@ class Outbound:
         """Serve the link from its own thread."""
         self._thread.start()
 
-    def add_lane(self, connection: Connection) -> None:
-        """Another connection of the same subscriber for chunks."""
+    def add_lane(self, connection: Connection, index: object) -> None:
+        """Another connection of the same subscriber for chunks; lanes may be proven in any order."""
         with self._lanes_changed:
-            self._lanes.append(connection)
+            if not isinstance(index, int) or index in self._lanes or not 0 < index <= MAX_LANES:
+                raise ProtocolError(f"lane {index!r}, expected another one from 1 to {MAX_LANES}")
+            if self._connection.closed:
+                raise PeerLost(f"a lane of the link {self.link}, which was closed")
+            self._lanes[index] = connection
             self._lanes_changed.notify_all()
 
     def _run(self) -> None:
@@ -170,13 +175,16 @@ class Outbound:
     def _use_lanes(self, message: dict[str, Any]) -> dict[str, Any]:
         """All connections of a tcp edge are there: make its sender."""
         count = message.get("count")
-        if self._edge is None or not isinstance(count, int):
-            raise ProtocolError(f"{self._connection.peer} says {count!r} lanes before the link is open")
+        if self._edge is None or not isinstance(count, int) or not 0 < count <= MAX_LANES + 1:
+            raise ProtocolError(f"{self._connection.peer} says {count!r} lanes, or before the link is open")
+        wanted = range(1, count)
         with self._lanes_changed:
-            if not self._lanes_changed.wait_for(lambda: len(self._lanes) >= count - 1, LANES_TIMEOUT_S):
+            if not self._lanes_changed.wait_for(
+                lambda: all(i in self._lanes for i in wanted), LANES_TIMEOUT_S
+            ):
                 found = len(self._lanes) + 1
                 raise DeadlineError(f"{found} of {count} connections after {LANES_TIMEOUT_S:g} s")
-        lanes = [self._connection, *self._lanes]
+            lanes = [self._connection, *(self._lanes[i] for i in wanted)]
         self._use(TcpSender(self._edge, lanes, self._publisher.config.chunk_bytes))
         return {"kind": "lanes_ready"}
 
@@ -209,8 +217,10 @@ class Outbound:
 
     def close(self) -> None:
         """Close the connection, the lanes and the mappings. Idempotent; the thread ends by itself."""
-        self._connection.close()
-        for lane in self._lanes:
+        with self._lanes_changed:
+            self._connection.close()
+            lanes = list(self._lanes.values())
+        for lane in lanes:
             lane.close()
         if threading.current_thread() is self._thread and self._sender is not None:
             with contextlib.suppress(TransferError):

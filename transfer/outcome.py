@@ -94,6 +94,8 @@ class Ticket:
         self._changed = threading.Condition()
         self._ledger: Ledger = {key: RankOutcome() for key in ranks}
         self._error: Exception | None = None
+        self._announced = False
+        self._superseded = False
 
     def settle(self, key: RankKey, result: RankOutcome) -> None:
         """Note a rank's result (a rank that wasn't connected at publish may join)."""
@@ -107,6 +109,20 @@ class Ticket:
         if key in self._ledger:
             self.settle(key, result)
 
+    def supersede(self, newest: Version) -> None:
+        """Nobody will be offered this version any more: ``newest`` took its place."""
+        with self._changed:
+            self._superseded = True
+            for key in open_ranks(self._ledger):
+                self._ledger = settle(self._ledger, key, RankOutcome("superseded", f"by {newest}"))
+            self._changed.notify_all()
+
+    def announced(self) -> None:
+        """The hub knows the version."""
+        with self._changed:
+            self._announced = True
+            self._changed.notify_all()
+
     def fail(self, error: Exception) -> None:
         """The version couldn't be announced; ``wait`` raises ``error``."""
         with self._changed:
@@ -115,22 +131,31 @@ class Ticket:
 
     @property
     def done(self) -> bool:
-        """Whether every rank's result is known."""
+        """Whether every rank's result is known (without ranks: whether it is announced)."""
         with self._changed:
-            return self._error is not None or not open_ranks(self._ledger)
+            return self._known()
+
+    def _known(self) -> bool:
+        known = self._announced or self._superseded or bool(self._ledger)
+        return self._error is not None or (known and not open_ranks(self._ledger))
 
     def wait(self, timeout_s: float) -> Outcome:
         """The outcome, once every rank that was connected at publish has installed, skipped or lost it.
+
+        Without any it is known once the version is announced.
 
         Blocks up to ``timeout_s``; DeadlineError then names the engines that are still open. An engine that
         takes versions only when told to keeps its rank open until then.
         """
         with self._changed:
-            known = self._changed.wait_for(lambda: self._error or not open_ranks(self._ledger), timeout_s)
+            known = self._changed.wait_for(self._known, timeout_s)
             if self._error is not None:
                 raise self._error
             if not known:
-                names = ", ".join(f"{e}.{r}" for e, r in open_ranks(self._ledger))
+                names = ", ".join(f"{e}.{r}" for e, r in open_ranks(self._ledger)) or "the hub"
                 raise DeadlineError(f"version {self.version} is still open after {timeout_s:g} s at {names}")
             seconds = {"export": self.export_s, "commit": self._commit_s}
-            return conclude(self.version, self._ledger, seconds)
+            outcome = conclude(self.version, self._ledger, seconds)
+            if self._superseded and not self._ledger:
+                return dataclasses.replace(outcome, state="superseded")
+            return outcome

@@ -105,7 +105,11 @@ class Publisher:
         self._checked = False
         self._announcing: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         self._hub = HubClient(hub_url, token_file, self.config.hub_timeout_s)
-        self.run_id = self._hub.run_id
+        try:
+            self.run_id = self._hub.run_id
+        except BaseException:
+            self._hub.close()
+            raise
         try:
             self._listener = wire.listen(self.config.host, self.config.port)
         except OSError as error:
@@ -114,23 +118,28 @@ class Publisher:
             raise ResourceError(message) from error
         if not wire.is_loopback(self.config.host):
             logger.warning("WEIGHTS ARE SENT UNENCRYPTED TO WHO HAS THE RUN TOKEN ON %s", self.config.host)
-        info = {
-            "model": self.config.model,
-            "address": wire.address_of(self._listener, hub_url),
-            "source": self._hub.put_blob(self.source.to_bytes()),
-            "source_digest": self.source.digest,
-            "pid": os.getpid(),
-        }
-        self._lease = self._hub.register(
-            "publisher",
-            name,
-            self.rank,
-            self.size,
-            info,
-            self.config.ttl_s,
-            on_lost=on_lost,
-            on_rejoin=self._rejoin,
-        )
+        try:
+            info = {
+                "model": self.config.model,
+                "address": wire.address_of(self._listener, hub_url),
+                "source": self._hub.put_blob(self.source.to_bytes()),
+                "source_digest": self.source.digest,
+                "pid": os.getpid(),
+            }
+            self._lease = self._hub.register(
+                "publisher",
+                name,
+                self.rank,
+                self.size,
+                info,
+                self.config.ttl_s,
+                on_lost=on_lost,
+                on_rejoin=self._rejoin,
+            )
+        except BaseException:
+            self._listener.close()
+            self._hub.close()
+            raise
         self._threads = [
             threading.Thread(target=self._accept, name="publisher-accept", daemon=True),
             threading.Thread(target=self._announce_all, name="publisher-announce", daemon=True),
@@ -194,7 +203,12 @@ class Publisher:
         while (ticket := self._announcing.get()) is not None:
             try:
                 self._announce(ticket.version)
+                ticket.announced()
             except TransferError as error:
+                newest = self._last
+                if _regress(error) and newest is not None and newest.follows(ticket.version):
+                    ticket.supersede(newest)  # told to a restarted hub before this one's turn came
+                    continue
                 if not self.closing:
                     logger.error("version %s isn't announced: %s", ticket.version, error)
                 ticket.fail(error)
@@ -213,7 +227,12 @@ class Publisher:
         with self._lock:
             versions = [held.version for held in self._held]
         for version in versions:
-            self._announce(version)
+            try:
+                self._announce(version)
+            except HubRefused as error:
+                if not _regress(error):
+                    raise
+                logger.info("%s", error)  # a later one was announced meanwhile
 
     # What links ask.
 
@@ -320,8 +339,12 @@ class Publisher:
                 sock, address = self._listener.accept()
             except TimeoutError:
                 continue
-            except OSError:
-                return
+            except OSError as error:
+                if self.closing:
+                    return
+                logger.warning("can't accept a subscriber's connection: %s", error)
+                time.sleep(0.5)  # out of descriptors: a later round may do better
+                continue
             peer = f"{address[0]}:{address[1]}"
             if not self._handshakes.acquire(blocking=False):
                 logger.warning("connection from %s: %d others are still unproven", peer, MAX_HANDSHAKES)
@@ -341,7 +364,7 @@ class Publisher:
             keep_alive(sock)
             connection = wire.Connection(sock, f"{hello.get('engine')}.{hello.get('rank')} at {peer}")
             self._hand_over(connection, hello, link)
-        except TransferError as error:
+        except (TransferError, OSError) as error:
             logger.warning("connection from %s: %s", peer, error)
             sock.close()
         finally:
@@ -360,7 +383,7 @@ class Publisher:
                 found = self._links.get(str(hello.get("link")))
             if found is None:
                 raise ProtocolError(f"a lane of the unknown link {hello.get('link')!r}")
-            found.add_lane(connection)
+            found.add_lane(connection, hello.get("lane"))
         else:
             raise ProtocolError(f"purpose {hello.get('purpose')!r}, expected weights or lane")
 
@@ -402,3 +425,8 @@ class Publisher:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _regress(error: TransferError) -> bool:
+    """Whether the hub refused a version because it knows a later one."""
+    return isinstance(error, HubRefused) and error.code == "regress"

@@ -33,6 +33,32 @@ class Filling:
 
 
 @dataclasses.dataclass(frozen=True)
+class Prepared:
+    """What a prepare did: bytes that arrived at this rank, seconds by phase, the transports used."""
+
+    version: Version
+    nbytes: int
+    wire_s: float
+    verify_s: float
+    prepare_s: float
+    transport: str
+
+
+@dataclasses.dataclass
+class SubscriberStats:
+    """Counters since the start."""
+
+    prepared: int = 0
+    installed: int = 0
+    failed: int = 0
+    quarantined: int = 0
+    bytes_received: int = 0
+    wire_s: float = 0.0
+    verify_s: float = 0.0
+    prepare_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
 class ReceiverState:
     """Slots are numbers below ``slots``. ``quarantined`` ones may be written by an unconfirmed sender."""
 

@@ -56,6 +56,7 @@ class Slot:
 
     def __init__(self, target: Target, memory: SharedMemory | PrivateMemory) -> None:
         self.memory = memory
+        self.constants_of = ""
         self.views: Views = target.slot.views(memory.data)
         self._target = target
         arrays = _put(target, self.views, may_alias=True)

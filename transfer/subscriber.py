@@ -20,46 +20,28 @@ from jaxrl_sync.sharding.digests import copies_digest
 from jaxrl_sync.transfer import receiving
 from jaxrl_sync.transfer.clean import remove_stale
 from jaxrl_sync.transfer.config import SubscriberConfig
-from jaxrl_sync.transfer.errors import DeadlineError, MismatchError, PeerLost, TransferError
+from jaxrl_sync.transfer.errors import (
+    DeadlineError,
+    MismatchError,
+    PeerLost,
+    ResourceError,
+    TransferError,
+)
 from jaxrl_sync.transfer.hub.client import POLL_S, HubClient, HubRefused, Member
-from jaxrl_sync.transfer.hub.state import version_json, version_of
+from jaxrl_sync.transfer.hub.state import version_json
 from jaxrl_sync.transfer.inbound import Gone, Inbound
-from jaxrl_sync.transfer.links import Links
+from jaxrl_sync.transfer.links import Links, read_watch
 from jaxrl_sync.transfer.memory import SHM_DIR, PrivateMemory, SharedMemory
-from jaxrl_sync.transfer.receiving import Offer, ReceiverState
+from jaxrl_sync.transfer.receiving import Offer, ReceiverState, SubscriberStats
+from jaxrl_sync.transfer.receiving import Prepared as Prepared
 from jaxrl_sync.transfer.slots import Slot, Target
 from jaxrl_sync.transfer.version import Version
 
 RETRY_S = 0.5
+SWAP_TELL_S = 0.5  # the report is small: a socket that doesn't take it at once belongs to a stuck peer
 BACKOFF_S = (0.05, 0.2, 0.5, 1.0, 2.0)
 
 logger = logging.getLogger("jaxrl_sync.transfer")
-
-
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """What a prepare did: bytes that arrived at this rank, seconds by phase, the transports used."""
-
-    version: Version
-    nbytes: int
-    wire_s: float
-    verify_s: float
-    prepare_s: float
-    transport: str
-
-
-@dataclasses.dataclass
-class SubscriberStats:
-    """Counters since the start."""
-
-    prepared: int = 0
-    installed: int = 0
-    failed: int = 0
-    quarantined: int = 0
-    bytes_received: int = 0
-    wire_s: float = 0.0
-    verify_s: float = 0.0
-    prepare_s: float = 0.0
 
 
 class Update:
@@ -189,12 +171,15 @@ class Subscriber:
             raise self._links.failure
         if self._lease.lost.is_set():
             raise PeerLost(self._lease.reason)
-        if self._closed.is_set():
-            raise TransferError("the subscriber is closed")
+        self._check_open()
         offer = receiving.wanted(self._state)
         if offer is None or time.monotonic() < self._retry_at or not self._links.can_take(offer):
             return None
         return offer
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise TransferError("the subscriber is closed")
 
     def stats(self) -> dict[str, float]:
         """Counters as a dictionary: see SubscriberStats."""
@@ -219,7 +204,9 @@ class Subscriber:
     def _free(self) -> None:
         self._hub.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
-        for slot in self._slots:
+        with self._changed:  # after the last slot that _replace makes
+            slots = list(self._slots)
+        for slot in slots:
             slot.close()
 
     def __enter__(self) -> Subscriber:
@@ -239,11 +226,20 @@ class Subscriber:
     def _replace(self, index: int) -> None:
         """New memory for a quarantined slot: whoever still maps the old one writes into nothing."""
         self._slots[index].close()
-        self._slots[index] = Slot(self._target, self._memory())
-        self._links.write_constants(self._slots[index])
+        fresh = Slot(self._target, self._memory())
         with self._changed:
-            self._stats.quarantined += 1
-            self._state = receiving.released(self._state, index)
+            if not self._closed.is_set():
+                self._slots[index] = fresh
+                self._stats.quarantined += 1
+                self._state = receiving.released(self._state, index)
+                return
+        fresh.close()  # close() ran meanwhile and saw only the old one
+
+    def _replace_quarantined(self) -> None:
+        with self._changed:
+            quarantined = sorted(self._state.quarantined)
+        for index in quarantined:
+            self._replace(index)
 
     # The watching thread: publishers, links, offers.
 
@@ -253,7 +249,7 @@ class Subscriber:
         while not self._closed.is_set():
             try:
                 limit_s = POLL_S if self._links.whole else RETRY_S
-                seen = self._lease.call("/v1/watch", {**known, "timeout_s": limit_s}, limit_s)
+                seen = read_watch(self._lease.call("/v1/watch", {**known, "timeout_s": limit_s}, limit_s))
             except TransferError as error:
                 if self._closed.is_set() or self._lease.lost.is_set():
                     break
@@ -261,26 +257,21 @@ class Subscriber:
                 self._closed.wait(RETRY_S)
                 known = {"round": None, "publishers": None}
                 continue
-            if not seen.get("unchanged"):
-                publishers = [Member(**p) for p in seen["publishers"]]
+            if seen is not None:
+                publishers = seen[0]
                 known = {
-                    "round": seen["offer"]["round"] if seen["offer"] else None,
+                    "round": seen[1].round if seen[1] else None,
                     "publishers": [p.incarnation for p in publishers],
                 }
-            self._links.update(publishers, self._state.serving)
+            self._links.update(publishers)
             with self._changed:
                 self._changed.notify_all()
-            if not seen.get("unchanged"):
-                self._see(seen["offer"])
+            if seen is not None:
+                self._see(seen[1])
         with self._changed:
             self._changed.notify_all()
 
-    def _see(self, row: dict[str, Any] | None) -> None:
-        offer = None
-        if row is not None:
-            version = version_of(row["version"])
-            assert version is not None
-            offer = Offer(row["round"], version, row["sources"])
+    def _see(self, offer: Offer | None) -> None:
         with self._changed:
             self._state = receiving.see(self._state, offer)
             self._changed.notify_all()
@@ -307,6 +298,8 @@ class Subscriber:
         start = time.monotonic()
         limit_s = self.config.timeout_s if timeout_s is None else timeout_s
         deadline = start + limit_s
+        self._check_open()
+        self._make_room()
         while True:
             try:
                 self._advance(offer, "begun", limit_s)
@@ -315,22 +308,25 @@ class Subscriber:
                     raise
                 offer = self._other(offer, deadline, error)
                 continue
-            with self._changed:
-                self._state = receiving.begin(self._state, offer)
-                filling = self._state.filling
-            assert filling is not None
             try:
+                with self._changed:
+                    self._state = receiving.begin(self._state, offer)
+                    filling = self._state.filling
+                assert filling is not None
                 nbytes, wire_s, verify_s, transport = self._fill(offer, filling.slot, deadline)
                 self._wait_group(offer, deadline)
             except Gone as error:
+                logger.warning("%s; waiting up to %.1f s for another", error, deadline - time.monotonic())
                 self._give_up(offer, error)
                 offer = self._other(offer, deadline, error)
                 continue
             except BaseException as error:
-                self._give_up(offer, error)
                 with self._changed:
                     self._retry_at = time.monotonic() + BACKOFF_S[min(self._failures, len(BACKOFF_S) - 1)]
                     self._failures += 1
+                self._give_up(offer, error)
+                if self._closed.is_set() and not isinstance(error, TransferError):
+                    raise TransferError(f"the subscriber was closed during {offer.version}") from error
                 raise
             break
         prepare_s = time.monotonic() - start
@@ -344,12 +340,26 @@ class Subscriber:
             self._stats.prepare_s += prepare_s
         return offer, Prepared(offer.version, nbytes, wire_s, verify_s, prepare_s, transport)
 
+    def _make_room(self) -> None:
+        """Replace the slots that found no room when their round failed; the serving one isn't touched."""
+        try:
+            self._replace_quarantined()
+        except ResourceError as full:
+            with self._changed:
+                self._retry_at = time.monotonic() + BACKOFF_S[-1]
+            raise TransferError(f"no slot to prepare in: {full}") from full
+
     def _other(self, offer: Offer, deadline: float, cause: TransferError) -> Offer:
-        """The offer that took the place of ``offer``; the cause when none comes in time."""
+        """The offer that took the place of ``offer``; the cause when none comes in time.
+
+        Of a version that its publisher no longer has, no new round will do.
+        """
+        useless = offer.version if isinstance(cause, Gone) else None
         with self._changed:
             while True:
                 found = receiving.wanted(self._state)
-                if found is not None and found.round != offer.round and self._links.can_take(found):
+                fresh = found is not None and found.round != offer.round and found.version != useless
+                if found is not None and fresh and self._links.can_take(found):
                     return found
                 left = deadline - time.monotonic()
                 if left <= 0 or self._closed.is_set():
@@ -363,6 +373,7 @@ class Subscriber:
         start = time.monotonic()
         slot = self._slots[index]
         links = self._links.of(offer)
+        self._links.write_constants(slot)
         try:
             self._take_all(links, offer, slot, deadline)
             wire_s = time.monotonic() - start
@@ -424,17 +435,19 @@ class Subscriber:
         with self._changed:
             self._state = receiving.fail(self._state, unconfirmed=unconfirmed)
             self._stats.failed += 1
-            quarantined = sorted(self._state.quarantined)
-        for index in quarantined:
-            self._replace(index)
         self._tell_failed(offer, f"{type(error).__name__}: {error}")
+        try:
+            if not self._closed.is_set():
+                self._replace_quarantined()
+        except ResourceError as full:  # the next prepare tries again, and says so if it still can't
+            logger.warning("a quarantined slot isn't replaced yet: %s", full)
 
     def _tell_failed(self, offer: Offer, reason: str) -> None:
         message = {"kind": "gave_up", "version": version_json(offer.version), "reason": reason}
 
         def report() -> None:
             for link in self._links.all:
-                link.tell(message)
+                link.tell(message, self.config.handshake_timeout_s)
             self._lease.call("/v1/event/fail", {"round": offer.round, "reason": reason})
 
         self._reports.put(report)
@@ -450,6 +463,7 @@ class Subscriber:
     def _swap(self, offer: Offer) -> Any:
         start = time.monotonic()
         with self._changed:
+            self._check_open()
             self._state = receiving.swap(self._state, offer)
             serving = self._state.serving
             self._stats.installed += 1
@@ -467,6 +481,6 @@ class Subscriber:
             self._advance(offer, "installed")
 
         for link in self._links.all:
-            link.tell(message)
+            link.tell(message, SWAP_TELL_S)
         self._reports.put(report)
         return tree

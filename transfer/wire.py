@@ -32,12 +32,18 @@ _IOV_MAX = 512
 def _wait(sock: socket.socket, event: int, deadline: float, what: str) -> None:
     """Block until ``event`` is ready on the socket; DeadlineError at ``deadline`` (monotonic seconds)."""
     remaining = deadline - time.monotonic()
-    if remaining > 0:
-        poller = select.poll()
-        poller.register(sock, event)
-        if poller.poll(max(1, int(remaining * 1000))):
-            return
+    if remaining > 0 and _ready(sock, event, max(1, int(remaining * 1000)), what):
+        return
     raise DeadlineError(f"{what}: no progress before the deadline")
+
+
+def _ready(sock: socket.socket, event: int, wait_ms: int, what: str) -> bool:
+    poller = select.poll()
+    try:
+        poller.register(sock, event)
+    except (OSError, ValueError) as error:  # another thread closed it: it has no descriptor any more
+        raise PeerLost(f"{what}: the connection was closed on this side") from error
+    return bool(poller.poll(wait_ms))
 
 
 def send_all(sock: socket.socket, buffers: Sequence[Buffer], deadline: float, peer: str = "peer") -> int:
@@ -138,14 +144,11 @@ class Connection:
         return header
 
     def wait_readable(self, timeout_s: float) -> bool:
-        """Whether a message (or the end of the stream) arrives within ``timeout_s``."""
+        """Whether a message (or the end of the stream) is there within ``timeout_s``; 0 only looks."""
         try:
-            _wait(self.sock, select.POLLIN, time.monotonic() + timeout_s, self.peer)
-        except DeadlineError:
-            return False
-        except (OSError, ValueError):  # closed by another thread: the next recv says so
+            return _ready(self.sock, select.POLLIN, max(0, int(timeout_s * 1000)), self.peer)
+        except PeerLost:  # the next recv says so
             return True
-        return True
 
     def _recv_header(self, deadline: float) -> tuple[dict[str, Any], int]:
         prefix = bytearray(_PREFIX.size)
@@ -160,7 +163,7 @@ class Connection:
         recv_exact_into(self.sock, memoryview(text), deadline, self.peer)
         try:
             header = json.loads(bytes(text))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ProtocolError(f"{self.peer} sent a header that isn't JSON: {error}") from error
         if not isinstance(header, dict):
             raise ProtocolError(
@@ -237,6 +240,8 @@ def address_of(listener: socket.socket, towards: str) -> str:
 def dial(address: str, timeout_s: float) -> socket.socket:
     """A TCP connection to ``host:port``. PeerLost when nobody answers, DeadlineError when slow."""
     host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise PeerLost(f"can't connect to {address[:200]!r}, expected host:port")
     try:
         return socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
     except TimeoutError as error:

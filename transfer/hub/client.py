@@ -103,32 +103,40 @@ class HubClient:
         deadline = time.monotonic() + self.timeout_s
         attempt = 0
         while True:
+            cause: Exception | None = None
             try:
-                return self._http.request(method, path, timeout=limit, **kwargs)
+                response = self._http.request(method, path, timeout=limit, **kwargs)
+                if response.status_code < 500:
+                    return response
+                found = f"HTTP {response.status_code}: {response.text[:200]!r}"  # overloaded, or a proxy
             except httpx.TransportError as error:
-                if self._closed.is_set():
-                    raise PeerLost("the hub client was closed") from error
-                if time.monotonic() > deadline:
-                    raise PeerLost(
-                        f"hub {self.url} didn't answer for {self.timeout_s:g} s: {error!r}"
-                    ) from error
-                self._closed.wait(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
-                attempt += 1
+                found, cause = repr(error), error
             except RuntimeError as error:  # httpx: the client has been closed
                 raise PeerLost("the hub client was closed") from error
+            if self._closed.is_set():
+                raise PeerLost("the hub client was closed") from cause
+            if time.monotonic() > deadline:
+                raise PeerLost(f"hub {self.url} didn't answer for {self.timeout_s:g} s: {found}") from cause
+            self._closed.wait(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
+            attempt += 1
 
     def _decode(self, response: httpx.Response) -> dict[str, Any]:
         try:
             body = response.json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ProtocolError(f"hub {self.url} answered {response.status_code} without JSON") from error
         if response.status_code == 401:
             raise AuthError(f"hub {self.url} refused the run token")
-        self._saw_epoch(body.get("epoch", ""))
+        if not isinstance(body, dict):
+            raise ProtocolError(f"hub {self.url} answered {type(body).__name__}, expected an object")
+        self._saw_epoch(str(body.get("epoch", "")))
         if response.status_code >= 400:
-            raise HubRefused(body.get("error", "error"), body.get("message", str(response.status_code)))
-        self._run_id = body.get("run_id", self._run_id)
-        return dict(body)
+            code, message = body.get("error", "error"), body.get("message", response.status_code)
+            raise HubRefused(str(code), str(message))
+        if "epoch" not in body or "run_id" not in body:
+            raise ProtocolError(f"{self.url} answered {str(body)[:200]}, expected a hub's epoch and run_id")
+        self._run_id = str(body["run_id"])
+        return body
 
     def _saw_epoch(self, epoch: str) -> None:
         if epoch and epoch != self.epoch:
@@ -359,7 +367,7 @@ class Lease:
         if not self.lost.is_set():
             with contextlib.suppress(httpx.HTTPError, RuntimeError):
                 self.client._http.post("/v1/event/leave", json=self.identity, timeout=2.0)
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._thread and self._thread.ident is not None:
             self._thread.join(timeout=5.0)
 
     def __enter__(self) -> Lease:

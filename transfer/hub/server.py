@@ -41,6 +41,8 @@ BODY_TIMEOUT_S = 20.0
 HEADERS_TIMEOUT_S = 20.0
 KEEP_ALIVE_S = 75
 TICK_S = 0.5
+MAX_WORLD = 1 << 16
+_MAX_NUMBER = 1e18
 _HTTP = {"unknown_member": 409, "replaced": 409, "regress": 409, "unknown_round": 410, "round_over": 410}
 
 logger = logging.getLogger("jaxrl_sync.hub")
@@ -130,7 +132,7 @@ class BadRequest(Exception):
 
 def _key(body: dict[str, Any]) -> MemberKey:
     role, name, rank = body.get("role"), body.get("name"), body.get("rank")
-    if not isinstance(role, str) or not isinstance(name, str) or not isinstance(rank, int):
+    if not isinstance(role, str) or not isinstance(name, str) or type(rank) is not int:
         raise BadRequest(f"a member is role, name and rank, got {role!r}, {name!r}, {rank!r}")
     if not role or not name or len(role) > 64 or len(name) > 256:
         raise BadRequest("role and name must be short and not empty")
@@ -148,6 +150,8 @@ def _number(body: dict[str, Any], field: str, default: float) -> float:
     value = body.get(field, default)
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise BadRequest(f"field {field!r} is {type(value).__name__}, expected a number")
+    if not abs(value) <= _MAX_NUMBER:  # nan too
+        raise BadRequest(f"field {field!r} is {str(value)[:40]}, expected at most {_MAX_NUMBER:.0e}")
     return float(value)
 
 
@@ -160,6 +164,8 @@ def _event(kind: str, body: dict[str, Any], ttl_s: float) -> machine.Event:
             if not isinstance(info, dict):
                 raise BadRequest(f"info is {type(info).__name__}, expected an object")
             size = int(_number(body, "size", 1))
+            if not 0 <= key.rank < size <= MAX_WORLD:
+                raise BadRequest(f"rank {key.rank} of {size}, expected 0 <= rank < size <= {MAX_WORLD}")
             ttl = min(max(_number(body, "ttl_s", ttl_s), 0.5), 600.0)
             return machine.Register(key, size, incarnation, info, ttl, version_of(body.get("installed")))
         case "heartbeat":
@@ -197,7 +203,10 @@ async def _body(request: Request, limit_bytes: int) -> bytes:
 
 
 async def _json(request: Request) -> dict[str, Any]:
-    body = json.loads(await _body(request, MAX_BODY_BYTES) or b"{}")
+    try:
+        body = json.loads(await _body(request, MAX_BODY_BYTES) or b"{}")
+    except RecursionError as error:
+        raise BadRequest("the body is nested too deeply") from error
     if not isinstance(body, dict):
         raise BadRequest(f"the body is {type(body).__name__}, expected an object")
     return body
