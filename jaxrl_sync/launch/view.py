@@ -84,8 +84,8 @@ class LiveView:
 
 def open_view(run_dir: Path, out: TextIO | None = None) -> PlainView | LiveView:
     """The live view on a terminal, plain lines otherwise."""
-    out = out or sys.stdout
-    return LiveView(run_dir) if out.isatty() else PlainView(out)
+    stream: TextIO = sys.stdout if out is None else out
+    return LiveView(run_dir) if stream.isatty() else PlainView(stream)
 
 
 def describe(progress: Mapping[str, Any] | None) -> str:

@@ -92,7 +92,8 @@ def run(code: str, *args: str) -> Any:
 
 @pytest.mark.parametrize("cycles", [150, pytest.param(1000, marks=pytest.mark.full)])
 def test_connect_transfer_close_leaves_nothing(fake: Fake, cycles: int) -> None:
-    before, after = run(CYCLES, str(cycles))
+    counts: tuple[dict[str, int], dict[str, int]] = run(CYCLES, str(cycles))
+    before, after = counts
     grown = after.pop("rss") - before.pop("rss")
     assert before == after
     if "JAXRL_SYNC_SANITIZED" not in os.environ:  # the sanitizer keeps what is freed
