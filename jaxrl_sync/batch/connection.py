@@ -15,6 +15,7 @@ handshake (``transfer.auth``) tells the sender what the trainer has committed.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import socket
 import threading
 import time
@@ -34,6 +35,8 @@ from jaxrl_sync.transfer.errors import (
 
 _POLL_S = 0.5
 _MAX_HANDSHAKES = 8
+
+logger = logging.getLogger("jaxrl_sync.batch")
 
 
 class BatchRefused(TransferError):
@@ -265,6 +268,8 @@ class BatchReceiver:
             self._listener = wire.listen(host, port)
         except OSError as e:
             raise ResourceError(f"can't listen for batches on {host}:{port}: {e.strerror or e}") from e
+        if not wire.is_loopback(host):
+            logger.warning("BATCHES ARE TAKEN UNENCRYPTED FROM WHO HAS THE RUN TOKEN ON %s", host)
         self._listener.settimeout(_POLL_S)
         bound = self._listener.getsockname()
         self.address = f"{bound[0]}:{bound[1]}"
@@ -284,6 +289,10 @@ class BatchReceiver:
         ]
         for thread in self._threads:
             thread.start()
+
+    def address_towards(self, url: str) -> str:
+        """``host:port`` for those who reach ``url``: a listener on every interface has no address itself."""
+        return wire.address_of(self._listener, url)
 
     def receive(self, timeout_s: float) -> BatchFrame | None:
         """The next step's batch, or None after ``timeout_s``. Blocks the training thread.
@@ -347,7 +356,7 @@ class BatchReceiver:
     def _accept_loop(self) -> None:
         while not self._closed.is_set():
             try:
-                sock, _ = self._listener.accept()
+                sock, peer = self._listener.accept()
             except TimeoutError:
                 continue
             except OSError:
@@ -356,17 +365,21 @@ class BatchReceiver:
                 self._closed.wait(_POLL_S)  # out of descriptors: the next round may do better
                 continue
             if not self._handshakes.acquire(blocking=False):
-                sock.close()
+                self._refuse(sock, peer, f"{_MAX_HANDSHAKES} others are still unproven")
                 continue
-            threading.Thread(target=self._serve, args=(sock,), name="batch-read", daemon=True).start()
+            threading.Thread(target=self._serve, args=(sock, peer), name="batch-read", daemon=True).start()
 
-    def _serve(self, sock: socket.socket) -> None:
+    def _refuse(self, sock: socket.socket, peer: object, why: object) -> None:
+        self.refused_connections += 1
+        logger.warning("refused a connection from %s: %s", peer, why)
+        sock.close()
+
+    def _serve(self, sock: socket.socket, peer: object) -> None:
         """Handshake, then frames of one connection until it breaks, is replaced or closed."""
         try:
             auth.accept(sock, self._token, self._run_id, self._config.handshake_s, self._welcome)
-        except (TransferError, OSError):
-            self.refused_connections += 1
-            sock.close()
+        except (TransferError, OSError) as error:
+            self._refuse(sock, peer, error)
             return
         finally:
             self._handshakes.release()

@@ -192,7 +192,7 @@ def _serve(
     )
     hub = stack.enter_context(HubClient(hub_url, context.token_file, config.run.start_timeout_s))
     info = {
-        "data_url": receiver.address,
+        "data_url": receiver.address_towards(hub_url),
         "data_rank": trainer.data_rank,
         "data_ranks": trainer.data_ranks,
         "rows": trainer.rows,

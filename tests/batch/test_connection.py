@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ from jaxrl_sync.batch.connection import (
 )
 from jaxrl_sync.batch.frame import BatchFrame, BatchHeader, FrameLimits, encode_batch
 from jaxrl_sync.batch.pack import PackConfig, pack
-from jaxrl_sync.transfer import wire
+from jaxrl_sync.transfer import auth, wire
 from jaxrl_sync.transfer.errors import AuthError, DeadlineError, PeerLost, ResourceError
 from tests.batch.strategies import make_sample
 
@@ -42,9 +43,11 @@ def frame_of(step: int, data_rank: int = 0) -> bytes:
     return encode_batch(header, batch.for_rank(0))
 
 
-def receiver_at(number: int = 0, config: ConnectionConfig = FAST, port: int = 0) -> BatchReceiver:
+def receiver_at(
+    number: int = 0, config: ConnectionConfig = FAST, port: int = 0, host: str = "127.0.0.1"
+) -> BatchReceiver:
     state = TrainerState("lin", number, {"position": number})
-    return BatchReceiver(state, token=TOKEN, run_id="run", data_rank=0, config=config, port=port)
+    return BatchReceiver(state, token=TOKEN, run_id="run", data_rank=0, config=config, port=port, host=host)
 
 
 def sender_to(address: str | Callable[[], str], config: ConnectionConfig = FAST) -> BatchSender:
@@ -252,6 +255,41 @@ def test_hostile_bytes_leave_the_receiver_working() -> None:
         with sender_to(receiver.address) as sender:
             assert sender.send(1, frame_of(1), 10).step == 1
         assert len(trained) == 1
+
+
+def test_frames_that_lie_cost_a_proven_sender_its_connection_and_no_more() -> None:
+    deep = b"[" * 200_000
+    lies = {
+        "payload of 9223372036854775808 bytes": struct.pack("<4sIQ", b"jxs1", 2, 1 << 63) + b"{}",
+        "isn't JSON": struct.pack("<4sIQ", b"jxs1", len(deep), 0) + deep,
+        "at most": struct.pack("<4sIQ", b"jxs1", (1 << 32) - 1, 0),
+    }
+    with receiver_at() as receiver, training(receiver) as trained:
+        for words, lie in lies.items():
+            sock = wire.dial(receiver.address, 2)
+            auth.connect(sock, TOKEN, "run", {"purpose": "batch", "data_rank": 0}, 2)
+            with wire.Connection(sock, "receiver") as connection:
+                wire.send_all(sock, [lie], time.monotonic() + 5)
+                answer, _ = connection.recv(5)
+                assert answer["kind"] == "refused" and words in answer["message"]
+                with pytest.raises(PeerLost):
+                    connection.recv(5)
+        with sender_to(receiver.address) as sender:
+            assert sender.send(1, frame_of(1), 10).step == 1
+        assert len(trained) == 1
+
+
+def test_strangers_and_listeners_for_everyone_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with receiver_at(host="0.0.0.0") as receiver:
+        address = receiver.address_towards("http://127.0.0.1:1")
+        assert address.startswith("127.0.0.1:")
+        sock = wire.dial(address, 2)
+        with sock, pytest.raises((AuthError, PeerLost)):
+            auth.connect(sock, "cd" * 32, "run", {"purpose": "batch", "data_rank": 0}, 2)
+        end = time.monotonic() + 5
+        while not receiver.refused_connections and time.monotonic() < end:
+            time.sleep(0.02)
+    assert "BATCHES ARE TAKEN UNENCRYPTED" in caplog.text and "refused a connection from" in caplog.text
 
 
 def test_a_port_in_use_is_a_named_error() -> None:
