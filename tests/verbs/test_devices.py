@@ -1,0 +1,120 @@
+"""The scan of devices, ports and GIDs over a made-up /sys, and the choice with its reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jaxrl_sync.transfer.verbs.devices import Choice, Port, choose, scan
+from jaxrl_sync.transfer.verbs.errors import VerbsError
+
+LINK_LOCAL = "fe80:0000:0000:0000:5054:00ff:fe77:0001"
+IPV4 = "0000:0000:0000:0000:0000:ffff:0a4d:0001"
+IPV6 = "2001:0db8:0000:0000:0000:0000:0000:0001"
+ZERO = ":".join(["0000"] * 8)
+
+
+def make(
+    root: Path,
+    device: str,
+    gids: list[tuple[str, str, str]],
+    *,
+    state: str = "4: ACTIVE",
+    layer: str = "Ethernet",
+    rate: str = "100 Gb/sec (4X EDR)",
+    numa: int = 0,
+) -> None:
+    """A device with one port; ``gids`` are (text, kind, interface)."""
+    port = root / "ib" / device / "ports" / "1"
+    for folder in ("gids", "gid_attrs/types", "gid_attrs/ndevs"):
+        (port / folder).mkdir(parents=True)
+    (port.parents[1] / "device").mkdir()
+    (port.parents[1] / "device" / "numa_node").write_text(f"{numa}\n")
+    for name, text in [("state", state), ("link_layer", layer), ("rate", rate), ("lid", "0x1a")]:
+        (port / name).write_text(text + "\n")
+    for index, (gid, kind, netdev) in enumerate(gids):
+        (port / "gids" / str(index)).write_text(gid + "\n")
+        if kind:
+            (port / "gid_attrs" / "types" / str(index)).write_text(kind + "\n")
+            (port / "gid_attrs" / "ndevs" / str(index)).write_text(netdev + "\n")
+
+
+def ports(root: Path, down: tuple[str, ...] = ()) -> list[Port]:
+    for name in ("eth0", "eth1", "docker0"):
+        (root / "net" / name).mkdir(parents=True, exist_ok=True)
+        (root / "net" / name / "operstate").write_text("down\n" if name in down else "up\n")
+    return scan(root / "ib", root / "net")
+
+
+def test_prefers_a_routable_v2_address_wherever_it_stands(tmp_path: Path) -> None:
+    table = [(LINK_LOCAL, "IB/RoCE v1", "eth0"), (LINK_LOCAL, "RoCE v2", "eth0"), (ZERO, "", "")]
+    make(tmp_path, "mlx5_0", [*table, (IPV4, "IB/RoCE v1", "eth0"), (IPV4, "RoCE v2", "eth0")])
+    chosen = choose(ports(tmp_path))
+    assert (chosen.gid.index, chosen.port.lid, chosen.port.rate_gbps) == (4, 0x1A, 100.0)
+    assert chosen.reason == "mlx5_0:1 (Ethernet, NUMA 0, 100 Gb/s, ACTIVE), GID 4: RoCE v2, 10.77.0.1 on eth0"
+
+
+def test_only_ipv6_is_fine_and_link_local_the_last_resort(tmp_path: Path) -> None:
+    make(tmp_path, "a", [(LINK_LOCAL, "RoCE v2", "eth0"), (IPV6, "RoCE v2", "eth0")])
+    assert choose(ports(tmp_path)).gid.index == 1
+    assert choose(ports(tmp_path), Choice(cidr="fe80::/10")).reason.endswith("reaches the same link only")
+
+
+def test_unreadable_entries_hide_nothing(tmp_path: Path) -> None:
+    make(tmp_path, "a", [("", "", ""), ("not a gid", "RoCE v2", "eth0"), (IPV4, "RoCE v2", "eth0")])
+    (tmp_path / "ib" / "a" / "ports" / "1" / "gids" / "0").unlink()
+    (tmp_path / "ib" / "a" / "ports" / "1" / "gids" / "0").mkdir()
+    assert choose(ports(tmp_path)).gid.index == 2
+
+
+def test_overlays_and_interfaces_that_are_down_come_last_or_not_at_all(tmp_path: Path) -> None:
+    make(tmp_path, "a", [(IPV4, "RoCE v2", "docker0"), (IPV6, "RoCE v2", "eth1")])
+    assert choose(ports(tmp_path)).gid.index == 1
+    assert choose(ports(tmp_path, down=("eth1",))).gid.index == 0
+    with pytest.raises(VerbsError, match="interface eth1 is down"):
+        choose(ports(tmp_path, down=("eth1",)), Choice(family=6))
+
+
+def test_override_and_its_error(tmp_path: Path) -> None:
+    make(tmp_path, "a", [(LINK_LOCAL, "IB/RoCE v1", "eth0"), (IPV4, "RoCE v2", "eth0")])
+    assert "as configured" in choose(ports(tmp_path), Choice(gid_index=0)).reason
+    with pytest.raises(VerbsError, match=r"a:1 has no GID 3 as configured; it has \[0, 1\]"):
+        choose(ports(tmp_path), Choice(gid_index=3))
+
+
+def test_ports_near_then_fast_then_by_name(tmp_path: Path) -> None:
+    good = [(IPV4, "RoCE v2", "eth0")]
+    make(tmp_path, "b", good, numa=0)
+    make(tmp_path, "a", good, numa=1, rate="400 Gb/sec (4X NDR)")
+    make(tmp_path, "c", good, numa=0, state="1: DOWN", rate="400 Gb/sec (4X NDR)")
+    make(tmp_path, "d", good, numa=0, rate="200 Gb/sec (4X HDR)")
+    found = ports(tmp_path)
+    assert choose(found, Choice(numa=0)).port.device == "d"
+    assert choose(found).port.device == "a"
+    assert choose(found, Choice(exclude=("a", "d:1"))).port.device == "b"
+    assert choose(found, Choice(include=("b*",))).port.device == "b"
+
+
+def test_every_refusal_says_why(tmp_path: Path) -> None:
+    with pytest.raises(VerbsError, match="the kernel lists no RDMA device"):
+        choose(scan(tmp_path / "none"))
+    make(tmp_path, "a", [], state="1: DOWN")
+    with pytest.raises(VerbsError, match=r"no usable RDMA port \(a:1: DOWN, expected ACTIVE\)"):
+        choose(ports(tmp_path))
+    with pytest.raises(VerbsError, match="a:1: not among b"):
+        choose(ports(tmp_path), Choice(include=("b",)))
+
+
+def test_empty_table_and_v1_only_are_named(tmp_path: Path) -> None:
+    make(tmp_path, "a", [(ZERO, "", "")])
+    with pytest.raises(VerbsError, match="a:1 has no usable GID .the table is empty"):
+        choose(ports(tmp_path))
+    make(tmp_path, "b", [(IPV4, "IB/RoCE v1", "eth0")])
+    with pytest.raises(VerbsError, match="b:1 has no usable GID .0: RoCE v1 isn't routed"):
+        choose(ports(tmp_path))
+
+
+def test_infiniband_needs_no_address(tmp_path: Path) -> None:
+    make(tmp_path, "a", [(LINK_LOCAL, "IB/RoCE v1", "")], layer="InfiniBand")
+    assert choose(ports(tmp_path)).reason.endswith("GID 0: InfiniBand GID")

@@ -1,0 +1,173 @@
+"""Real verbs between two devices, byte for byte. ``tests/vm/run`` provides soft-RoCE devices for them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxrl_sync.transfer import _verbs
+from jaxrl_sync.transfer.verbs.devices import Choice, choose, scan
+from jaxrl_sync.transfer.verbs.errors import VerbsError
+from tests.conftest import test_seed
+from tests.verbs.pairs import connect, open_end, pair, rows, write
+
+pytestmark = pytest.mark.rdma
+
+DEVICES = ("rxe0", "rxe1")
+MTU_4096 = 5
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def devices() -> None:
+    """Skip where the two devices aren't."""
+    names = {port.device for port in scan()}
+    if not set(DEVICES) <= names:
+        pytest.skip(f"needs the RDMA devices rxe0 and rxe1 of tests/vm/run, found {sorted(names)}")
+
+
+def test_chooses_the_routable_address() -> None:
+    assert _verbs.load_error() is None
+    assert set(DEVICES) <= set(_verbs.device_names())
+    chosen = choose(scan(), Choice(include=("rxe1",)))
+    assert str(chosen.gid.address) == "10.77.0.2" and chosen.gid.kind == "RoCE v2", chosen.reason
+    with _verbs.Context("rxe1") as context:
+        assert context.query_gid(1, chosen.gid.index) == chosen.gid.raw
+        port = context.query_port(1)
+        assert (port["state"], port["active_mtu"], port["max_message_bytes"]) == (4, MTU_4096, 8 * MIB)
+
+
+@pytest.mark.parametrize("qps", [1, 2, 4])
+def test_sizes_and_offsets(qps: int) -> None:
+    """1 B to 1 MiB, log-uniform, at disjoint random offsets, with one immediate per queue pair at the end."""
+    rng = np.random.default_rng([qps, *test_seed().encode()[:8]])
+    nbytes = 6 * MIB
+    table, at = [], 0
+    while True:
+        length = int(2 ** rng.uniform(0, 20))
+        gap = int(rng.integers(0, 4096))
+        if at + gap + length > nbytes:
+            break
+        table.append((at + gap, at + gap, length))
+        at += gap + length
+    entries = rng.permutation(np.array(table, np.uint64))
+    with pair(nbytes, qps=qps, depth=32, devices=DEVICES, mtu=MTU_4096) as (left, right):
+        left.memory[:] = rng.integers(0, 256, nbytes, dtype=np.uint8)
+        expected = np.zeros(nbytes, np.uint8)
+        for start, _, length in table:
+            expected[start : start + length] = left.memory[start : start + length]
+        shares = [np.ascontiguousarray(entries[i::qps]) for i in range(qps)]
+        done = [0] * qps
+        end = time.monotonic() + 120
+        for qp in right.qps:
+            assert qp.receive(1) == 1
+        while any(d <= len(s) for d, s in zip(done, shares, strict=True)):
+            assert time.monotonic() < end
+            for i, share in enumerate(shares):
+                if done[i] <= len(share):
+                    done[i] += write(left, right, share, i, start=done[i], signal_every=8, imm=i)
+            left.cq.wait(0.01)
+            assert (left.poll()["status"] == 0).all()
+        arrived = right.collect(qps, 60.0)
+        assert sorted(arrived["imm"].tolist()) == list(range(qps))
+        np.testing.assert_array_equal(right.memory, expected)
+
+
+def test_sizes_around_the_largest_message() -> None:
+    with pair(9 * MIB, depth=8, devices=DEVICES, mtu=MTU_4096, max_message_bytes=8 * MIB) as (left, right):
+        left.memory[:] = np.random.default_rng(3).integers(0, 256, 9 * MIB, dtype=np.uint8)
+        for length in (8 * MIB - 1, 8 * MIB):
+            right.memory[:] = 0
+            assert write(left, right, rows((5, 9, length))) == 1
+            assert left.collect(1, 120.0)["status"].tolist() == [0]
+            np.testing.assert_array_equal(right.memory[9 : 9 + length], left.memory[5 : 5 + length])
+        with pytest.raises(ValueError, match="a message at most 8388608"):
+            write(left, right, rows((0, 0, 8 * MIB + 1)))
+
+
+def test_wrong_key_is_one_error_and_the_pair_recovers() -> None:
+    with pair(MIB, depth=8, devices=DEVICES, mtu=MTU_4096) as (left, right):
+        target = right.region
+        entries = rows(*[(0, 0, 1000)] * 3)
+        left.qps[0].write(left.region, entries, target.address, target.nbytes, target.rkey ^ 0x55)
+        seen = left.collect(3, 60.0)
+        assert seen["status"].tolist() == [10, 5, 5]
+        assert (left.qps[0].reset(), right.qps[0].reset()) == (0, 0)
+        connect(left.qps[0], right.qps[0], left, right)
+        connect(right.qps[0], left.qps[0], right, left)
+        left.memory[:1000] = 7
+        write(left, right, entries)
+        assert left.collect(3, 60.0)["status"].tolist() == [0]
+        assert (right.memory[:1000] == 7).all()
+
+
+def test_immediate_without_receive_is_an_rnr_error() -> None:
+    with pair(4096, devices=DEVICES, mtu=MTU_4096, rnr_retries=2) as (left, right):
+        write(left, right, rows(), imm=1)
+        assert left.collect(1, 60.0)["status"].tolist() == [13]
+
+
+PEER = """
+import sys, time
+from tests.verbs.pairs import open_end, connect
+end = open_end("rxe1", 1 << 20, 1, 8)
+gid = bytes.fromhex(sys.argv[2])
+qp = end.qps[0]
+qp.to_init(); qp.to_rtr(int(sys.argv[1]), 7, 5, gid=gid, gid_index=1); qp.to_rts(7)
+print(qp.qp_num, end.region.address, end.region.rkey, flush=True)
+time.sleep(100)
+"""
+
+
+def test_killed_peer_is_an_error_within_the_bound() -> None:
+    left = open_end("rxe0", MIB, 1, 8)
+    with left.context:
+        qp = left.qps[0]
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        command = [sys.executable, "-c", PEER, str(qp.qp_num), left.context.query_gid(1, 1).hex()]
+        peer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        try:
+            assert peer.stdout is not None
+            number, address, rkey = (int(word) for word in peer.stdout.readline().split())
+            with _verbs.Context("rxe1") as other:
+                gid = other.query_gid(1, 1)
+            qp.to_init()
+            qp.to_rtr(number, 7, MTU_4096, gid=gid, gid_index=1)
+            qp.to_rts(7, timeout=14, retries=6)
+            qp.write(left.region, rows((0, 0, 1000)), address, MIB, rkey)
+            assert left.collect(1, 60.0)["status"].tolist() == [0]
+            peer.kill()
+            peer.wait()
+            started = time.monotonic()
+            qp.write(left.region, rows((0, 0, 1000)), address, MIB, rkey)
+            assert left.collect(1, 60.0)["status"].tolist() == [12]
+            assert time.monotonic() - started < 10
+        finally:
+            peer.kill()
+            peer.wait()
+
+
+def test_connections_leave_nothing_open() -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = descriptors()
+    for number in range(20):
+        with pair(4096, devices=DEVICES, mtu=MTU_4096) as (left, right):
+            right.qps[0].receive(1)
+            write(left, right, rows((0, 0, 100)), imm=number)
+            assert right.collect(1, 60.0)["imm"].tolist() == [number]
+    assert descriptors() == before
+
+
+def test_mtu_that_the_port_has_not_is_refused() -> None:
+    end = open_end("rxe0", 4096, 1, 8)
+    with end.context, pytest.raises(VerbsError, match="to RTR .*MTU code 9"):
+        end.qps[0].to_init()
+        end.qps[0].to_rtr(5, 7, 9, gid=end.context.query_gid(1, 1), gid_index=1)

@@ -1,0 +1,223 @@
+"""RDMA devices, ports and GIDs of this machine as the kernel lists them, and which one to use and why.
+
+Everything is read from /sys/class/infiniband, entry by entry: in containers and on some drivers single
+entries can't be read, and that must not hide the others. Nothing here opens a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxrl_sync.transfer.verbs.errors import VerbsError
+
+SYSFS = Path("/sys/class/infiniband")
+NETDEVS = Path("/sys/class/net")
+MAX_GIDS = 256
+_OVERLAYS = ("docker", "br-", "cni", "flannel", "cali", "virbr", "veth-")
+_MAPPED = bytes(10) + b"\xff\xff"
+
+
+@dataclasses.dataclass(frozen=True)
+class Gid:
+    """One entry of a port's GID table. ``kind`` is RoCE v1, RoCE v2 or IB, ``netdev`` what it belongs to."""
+
+    index: int
+    raw: bytes
+    kind: str
+    netdev: str = ""
+    netdev_up: bool = True
+
+    @property
+    def address(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+        """The IP address that a RoCE GID is."""
+        if self.raw[:12] == _MAPPED:
+            return ipaddress.IPv4Address(self.raw[12:])
+        return ipaddress.IPv6Address(self.raw)
+
+
+@dataclasses.dataclass(frozen=True)
+class Port:
+    """One port of a device. ``rate_gbps`` is speed times width, ``numa`` the device's node or -1."""
+
+    device: str
+    number: int
+    state: str
+    link_layer: str
+    rate_gbps: float
+    lid: int
+    numa: int
+    gids: tuple[Gid, ...]
+
+    @property
+    def name(self) -> str:
+        """As filters name it."""
+        return f"{self.device}:{self.number}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What the user wants. Devices as ``mlx5_0``, ``mlx5_0:1``, ``mlx5*``.
+
+    ``gid_index`` overrides the ranking. ``family`` is 4, 6 or 0 for either; ``cidr`` restricts the GID's address; ``numa`` is where the memory is.
+    """
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    gid_index: int | None = None
+    family: int = 0
+    cidr: str = ""
+    numa: int = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """A port, its GID, and the reason in words."""
+
+    port: Port
+    gid: Gid
+    reason: str
+
+
+def _read(path: Path) -> str:
+    """A sysfs file, empty where it can't be read."""
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _parse_gid(text: str) -> bytes:
+    try:
+        raw = bytes.fromhex(text.replace(":", ""))
+    except ValueError:
+        return b""
+    return raw if len(raw) == 16 else b""
+
+
+def _gids(folder: Path, link_layer: str, netdevs: Path) -> tuple[Gid, ...]:
+    """The entries that are set; an empty slot reads as zeros or as an error."""
+    found = []
+    for index in range(MAX_GIDS):
+        if not (folder / "gids" / str(index)).exists():
+            break
+        raw = _parse_gid(_read(folder / "gids" / str(index)))
+        if not raw or raw == bytes(16):
+            continue
+        kind = _read(folder / "gid_attrs" / "types" / str(index))
+        kind = {"IB/RoCE v1": "IB" if link_layer == "InfiniBand" else "RoCE v1"}.get(kind, kind)
+        netdev = _read(folder / "gid_attrs" / "ndevs" / str(index))
+        state = _read(netdevs / netdev / "operstate") if netdev else ""
+        found.append(Gid(index, raw, kind or "unknown", netdev, state in ("up", "unknown", "")))
+    return tuple(found)
+
+
+def _port(device: Path, folder: Path, netdevs: Path) -> Port:
+    layer = _read(folder / "link_layer") or "unknown"
+    rate, numa = _read(folder / "rate").split(" "), _read(device / "device" / "numa_node")
+    return Port(
+        device=device.name,
+        number=int(folder.name),
+        state=_read(folder / "state").partition(":")[2].strip() or "unknown",
+        link_layer=layer,
+        rate_gbps=float(rate[0]) if rate[0].replace(".", "", 1).isdigit() else 0.0,
+        lid=int(_read(folder / "lid") or "0", 16),
+        numa=int(numa) if numa.lstrip("-").isdigit() else -1,
+        gids=_gids(folder, layer, netdevs),
+    )
+
+
+def scan(sysfs: Path = SYSFS, netdevs: Path = NETDEVS) -> list[Port]:
+    """Every port, by device name and number; empty where the kernel has no RDMA."""
+    if not sysfs.is_dir():
+        return []
+    ports = []
+    for device in sorted(sysfs.iterdir()):
+        folders = (device / "ports").glob("[0-9]*")
+        ports += [_port(device, f, netdevs) for f in sorted(folders, key=lambda f: int(f.name))]
+    return ports
+
+
+def rank(gid: Gid, port: Port, choice: Choice) -> tuple[int, str]:
+    """How good a GID is (0 is best) and why; -1 if it can't serve."""
+    if port.link_layer == "InfiniBand":
+        return 0, "InfiniBand GID"
+    if gid.kind != "RoCE v2":
+        return -1, f"{gid.kind} isn't routed; RoCE v2 is wanted"
+    address = gid.address
+    if choice.family and address.version != choice.family:
+        return -1, f"{address} isn't IPv{choice.family}"
+    if choice.cidr and address not in ipaddress.ip_network(choice.cidr):
+        return -1, f"{address} is outside of {choice.cidr}"
+    if not gid.netdev_up:
+        return -1, f"interface {gid.netdev} is down"
+    if address.is_link_local:
+        return 4, f"RoCE v2, {address} is link-local: reaches the same link only"
+    if gid.netdev.startswith(_OVERLAYS):
+        return 3, f"RoCE v2 on the overlay {gid.netdev}"
+    if not gid.netdev:
+        return 2, f"RoCE v2, {address}, interface unknown"
+    return (0 if address.version == 4 else 1), f"RoCE v2, {address} on {gid.netdev}"
+
+
+def best_gid(port: Port, choice: Choice) -> tuple[Gid, str]:
+    """The GID to use on a port. VerbsError that lists every entry and what is wrong with it."""
+    if choice.gid_index is not None:
+        for gid in port.gids:
+            if gid.index == choice.gid_index:
+                return gid, f"GID {gid.index} as configured ({gid.kind}, {gid.address})"
+        have = [g.index for g in port.gids]
+        raise VerbsError(0, f"{port.name} has no GID {choice.gid_index} as configured; it has {have}")
+    ranked = [(*rank(gid, port, choice), gid) for gid in port.gids]
+    usable = sorted((r for r in ranked if r[0] >= 0), key=lambda r: (r[0], r[2].index))
+    if not usable:
+        why = "; ".join(f"{g.index}: {reason}" for _, reason, g in ranked) or "the table is empty"
+        raise VerbsError(0, f"{port.name} has no usable GID ({why}); give its interface an address")
+    _, reason, gid = usable[0]
+    return gid, f"GID {gid.index}: {reason}"
+
+
+def _matches(pattern: str, port: Port) -> bool:
+    name, _, number = pattern.partition(":")
+    if number and number != str(port.number):
+        return False
+    return port.device.startswith(name[:-1]) if name.endswith("*") else port.device == name
+
+
+def candidates(ports: Sequence[Port], choice: Choice) -> list[Port]:
+    """Active ports that the filters leave, best first: near memory, then fast, then by name.
+
+    VerbsError that says of each port why it is out.
+    """
+    out, left = [], []
+    for port in ports:
+        if choice.include and not any(_matches(p, port) for p in choice.include):
+            out.append(f"{port.name}: not among {', '.join(choice.include)}")
+        elif any(_matches(p, port) for p in choice.exclude):
+            out.append(f"{port.name}: excluded")
+        elif port.state != "ACTIVE":
+            out.append(f"{port.name}: {port.state}, expected ACTIVE")
+        else:
+            left.append(port)
+    if not left:
+        why = "; ".join(out) or "the kernel lists no RDMA device"
+        raise VerbsError(0, f"no usable RDMA port ({why})")
+    near = {p: choice.numa >= 0 and p.numa >= 0 and p.numa != choice.numa for p in left}
+    return sorted(left, key=lambda p: (near[p], -p.rate_gbps, p.device, p.number))
+
+
+def choose(ports: Sequence[Port], choice: Choice = Choice()) -> Chosen:  # noqa: B008
+    """The port and GID to use; the reason names what was compared. VerbsError if there is none."""
+    failures = []
+    for port in candidates(ports, choice):
+        try:
+            gid, reason = best_gid(port, choice)
+        except VerbsError as error:
+            failures.append(str(error))
+            continue
+        where = f"NUMA {port.numa}, " if port.numa >= 0 else ""
+        text = f"{port.name} ({port.link_layer}, {where}{port.rate_gbps:g} Gb/s, ACTIVE), {reason}"
+        return Chosen(port, gid, text)
+    raise VerbsError(0, "; ".join(failures))
