@@ -234,6 +234,24 @@ class CopyTable:
         streaming = int(self.total_bytes >= STREAMING_BYTES)
         native.copy_table(self._rows, addresses_of(source), addresses_of(target), threads, streaming)
 
+    @property
+    def native(self) -> bool:
+        """Whether the C kernels are there, so that `execute_at` works."""
+        return kernels() is not None
+
+    def execute_at(
+        self, sources: npt.NDArray[np.uint64], targets: npt.NDArray[np.uint64], threads: int = 1
+    ) -> None:
+        """`execute` for callers who have checked every buffer themselves: addresses in order of the keys.
+
+        Needs the C kernels. The caller keeps the memory alive; a wrong address corrupts or ends the process.
+        """
+        native = kernels()
+        if native is None or (len(sources), len(targets)) != (len(self.source_keys), len(self.target_keys)):
+            raise MappingError("execute_at needs the C kernels and one address per key")
+        streaming = int(self.total_bytes >= STREAMING_BYTES)
+        native.copy_table(self._rows, sources, targets, threads, streaming)
+
     def execute_numpy(
         self, source: Sequence[npt.NDArray[np.uint8]], target: Sequence[npt.NDArray[np.uint8]]
     ) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 from typing import Any
 
 import jax
 import numpy as np
+import numpy.typing as npt
 from jax.sharding import SingleDeviceSharding
 
 from jaxrl_sync.sharding.kernels import CopyTable
 from jaxrl_sync.sharding.layout import Layout, Placement, dtype_of
+from jaxrl_sync.sharding.native import addresses, flat_bytes
 from jaxrl_sync.sharding.paths import leaves_by_path
 from jaxrl_sync.sharding.planning import Plan
 from jaxrl_sync.sharding.shardings import given_shardings, local_devices, named_shardings
@@ -50,6 +53,19 @@ class Pool:
             constants = plan.for_rank(process, "target").constants
             if constants:
                 CopyTable.direct(constants).execute(values, self.views)
+
+    @functools.cached_property
+    def addresses(self) -> npt.NDArray[np.uint64]:
+        """Where the target shards lie, in order of the table's target keys."""
+        return addresses([flat_bytes(self.views[k]) for k in self.table(self._plan).target_keys])
+
+    @functools.cached_property
+    def source_places(self) -> dict[str, list[tuple[int, int]]]:
+        """Leaf name -> (device, place among the table's source keys) of the shards that the table reads."""
+        places: dict[str, list[tuple[int, int]]] = {}
+        for place, (device, name) in enumerate(self.table(self._plan).source_keys):
+            places.setdefault(name, []).append((device, place))
+        return places
 
     def table(self, plan: Plan) -> CopyTable:
         """The copy table of the whole plan, built once."""

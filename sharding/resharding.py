@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import numpy.typing as npt
 
 from jaxrl_sync.sharding.box import Box
 from jaxrl_sync.sharding.errors import MappingError
@@ -45,7 +46,7 @@ def source_views(
     seen = {} if seen is None else seen
     views = {}
     for name, array in arrays.items():
-        key = (name, array.sharding, array.shape)
+        key = (name, array.sharding, array.shape, array.dtype)
         devices = seen.get(key)
         if devices is None:
             devices = seen[key] = _devices(name, array, plan)
@@ -54,8 +55,33 @@ def source_views(
     return views
 
 
+def source_addresses(arrays: dict[str, Any], plan: Plan, pool: Pool) -> npt.NDArray[np.uint64]:
+    """Where the source shards lie, in order of the pool's table, after the comparison with the plan.
+
+    Like `source_views` without making an array per shard. The caller keeps ``arrays`` alive meanwhile.
+    """
+    jax.block_until_ready(list(arrays.values()))
+    where = np.zeros(len(pool.table(plan).source_keys), np.uint64)
+    for name, places in pool.source_places.items():
+        array = arrays[name]
+        key = (name, array.sharding, array.shape, array.dtype)
+        devices = pool.checked.get(key)
+        if devices is None:
+            devices = pool.checked[key] = _devices(name, array, plan)
+        order = {device: i for i, device in enumerate(devices)}
+        for device, place in places:
+            where[place] = array.addressable_data(order[device]).unsafe_buffer_pointer()
+    return where
+
+
+def _devices_of(arrays: dict[str, Any]) -> set[Any]:
+    return {d for sharding in {a.sharding for a in arrays.values()} for d in sharding.device_set}
+
+
 def _devices(name: str, array: Any, plan: Plan) -> tuple[int, ...]:
     """The devices of an array's shards in their order, after the comparison with the plan."""
+    if str(np.dtype(array.dtype)) != plan.source[name].dtype:
+        raise MappingError(f"{name!r} is {np.dtype(array.dtype)}, the plan says {plan.source[name].dtype}")
     placed = plan.source[name].placement.by_device
     shards = array.addressable_shards
     for shard in shards:
@@ -85,11 +111,13 @@ def reshard(params: Any, plan: Plan, out: Pool | None = None, threads: int = 2, 
     if out.plan_digest != plan.digest:
         raise MappingError(f"pool was made for plan {out.plan_digest}, not for {plan.digest}")
     arrays = _export(params, plan)
-    views = source_views(arrays, plan, out.checked)
-    out.table(plan).execute(views, out.views, threads)
+    if out.table(plan).native and all(d.platform == "cpu" for d in _devices_of(arrays)):
+        where = source_addresses(arrays, plan, out)
+        out.table(plan).execute_at(where, out.addresses, threads)
+    else:
+        out.table(plan).execute(source_views(arrays, plan, out.checked), out.views, threads)
     if (inside := out.fanout(plan)) is not None:
         inside.execute(out.views, out.views, threads)
-    views.clear()
     if donate:
         for array in (*arrays.values(), *jax.tree.leaves(params)):
             array.delete()

@@ -128,3 +128,5 @@ def test_wrong_process_side_pool_and_arrays() -> None:
         SlotLayout.of(source, 7)
     with pytest.raises(MappingError, match="not laid out as the plan says"):
         reshard({"w": jnp.ones(4)}, made)
+    with pytest.raises(MappingError, match="traced|plan says float32"):
+        reshard({"w": jnp.ones(4, jnp.int32)}, made)
