@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """``unpack_kernel.py VMLINUZ VMLINUX``: the kernel inside a packed one.
 
-Emulated code would take 10 s to unpack it at each boot. Where no compression is recognised the packed kernel is copied: it boots too.
+Emulated code would take 10 s to unpack it at each boot.
+Where no compression is recognised the packed kernel is copied: it boots too.
 """
 
 import gzip

@@ -61,7 +61,8 @@ class Port:
 class Choice:
     """What the user wants. Devices as ``mlx5_0``, ``mlx5_0:1``, ``mlx5*``.
 
-    ``gid_index`` overrides the ranking. ``family`` is 4, 6 or 0 for either; ``cidr`` restricts the GID's address; ``numa`` is where the memory is.
+    ``gid_index`` overrides the ranking. ``family`` is 4, 6 or 0 for either; ``cidr`` restricts the GID's
+    address; ``numa`` is where the memory is.
     """
 
     include: tuple[str, ...] = ()
