@@ -93,7 +93,12 @@ class Checkpoints:
         items = {"state": ocp.args.StandardSave(flatten(state)), "meta": ocp.args.JsonSave(meta.to_json())}
         if reference is not None:
             items["reference"] = ocp.args.StandardSave(flatten(reference))
-        self._manager.save(meta.version.number, args=ocp.args.Composite(**items))
+        number = meta.version.number
+        if not self._manager.save(number, args=ocp.args.Composite(**items)):
+            raise CheckpointError(
+                f"checkpoint {number} was not written: {self.folder} has "
+                f"{sorted(self._manager.all_steps())}, expected only earlier ones"
+            )
         self._manager.wait_until_finished()
 
     def meta(self, number: int | None = None) -> Meta:

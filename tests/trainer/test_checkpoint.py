@@ -78,8 +78,12 @@ def test_only_the_last_complete_ones_are_seen(tmp_path: Path) -> None:
     with Checkpoints(folder, keep=2) as checkpoints:
         assert checkpoints.newest() == 3
         assert checkpoints.meta().cursor == {"prompts": 21, "rng": [1, 2]}
+        with pytest.raises(CheckpointError, match=r"checkpoint 4 was not written: .* has \[2, 3, 8\]"):
+            checkpoints.save(state, _meta(4))
         checkpoints.drop_after(2)
         assert checkpoints.newest() == 2
+        checkpoints.save(state, _meta(4))
+        assert checkpoints.newest() == 4
     assert not (folder / "3").exists()
 
 

@@ -55,6 +55,7 @@ def _load(run_dir: Path, mesh: MeshConfig) -> tuple[Any, Meta]:
     return host(state), meta
 
 
+@pytest.mark.invariant(59)
 def test_a_drained_trainer_acknowledged_published_and_saved_what_it_committed(one_rank: OneRank) -> None:
     assert one_rank.codes == [0]
     assert [(a.step, a.number) for a in one_rank.acks] == [(1, 1), (2, 2), (3, 3)]
