@@ -71,5 +71,8 @@ async def settled(future: Future[T], timeout_s: float) -> T:
             loop.call_soon_threadsafe(done.set)
 
     future.add_done_callback(wake)
-    await asyncio.wait_for(done.wait(), timeout_s)
+    try:
+        await asyncio.wait_for(done.wait(), timeout_s)
+    except TimeoutError:
+        raise TimeoutError(f"the engine gave no answer within {timeout_s:g} s") from None
     return future.result(0)

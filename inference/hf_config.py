@@ -56,7 +56,7 @@ def parse_config(config: Mapping[str, Any]) -> HFModel:
             head_dim=_integer(config, "head_dim", _integer(config, "hidden_size") // heads),
             d_ff=_integer(config, "intermediate_size"),
             rope_theta=_rope_theta(config),
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            norm_eps=_positive(config, "rms_norm_eps", 1e-6),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         ),
         max_position=_integer(config, "max_position_embeddings", 32768),
@@ -113,7 +113,7 @@ def _refuse_variants(config: Mapping[str, Any]) -> None:
                 f"config.json: {name}={config[name]!r} is not supported, expected {allowed[-1]!r}"
             )
     for name in ("rope_scaling", "rope_parameters"):
-        scaling = config.get(name) or {}
+        scaling = _object(config, name)
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind != "default":
             raise CheckpointError(
@@ -122,8 +122,8 @@ def _refuse_variants(config: Mapping[str, Any]) -> None:
 
 
 def _rope_theta(config: Mapping[str, Any]) -> float:
-    nested = config.get("rope_parameters") or {}
-    return float(nested.get("rope_theta", config.get("rope_theta", 10_000.0)))
+    nested = _object(config, "rope_parameters")
+    return _positive(nested if "rope_theta" in nested else config, "rope_theta", 10_000.0)
 
 
 def _integer(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
@@ -131,6 +131,20 @@ def _integer(config: Mapping[str, Any], name: str, default: int | None = None) -
     value = default if value is None else value
     if type(value) is not int or value < 1:
         raise CheckpointError(f"config.json: {name}={value!r}, expected an integer >= 1")
+    return value
+
+
+def _positive(config: Mapping[str, Any], name: str, default: float) -> float:
+    value = config.get(name, default)
+    if type(value) not in (int, float) or not 0 < value < 1e300:
+        raise CheckpointError(f"config.json: {name}={str(value)[:60]!r}, expected a number above 0")
+    return float(value)
+
+
+def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = config.get(name) or {}
+    if not isinstance(value, dict):
+        raise CheckpointError(f"config.json: {name} is a {type(value).__name__}, expected an object")
     return value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -171,7 +172,10 @@ def _chat_template(config: dict[str, Any], folder: Path) -> str | None:
     """A file of its own wins; else the config's string, or the one named ``default`` of its list."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (ValueError, OSError) as error:
+            raise TokenizerError(f"{file} is not readable text: {error}") from None
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
@@ -206,13 +210,14 @@ def _byte_table() -> dict[str, int]:
 
 
 _BYTES = _byte_table()
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 def _token_bytes(token: str | None) -> bytes:
     """Bytes of a vocabulary entry: byte-level characters, ``<0xNN>`` fallback, or plain text."""
     if token is None:
         return REPLACEMENT.encode()
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+    if _BYTE_TOKEN.fullmatch(token):
         return bytes([int(token[3:5], 16)])
     if all(c in _BYTES for c in token):
         return bytes(_BYTES[c] for c in token)

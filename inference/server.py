@@ -191,7 +191,7 @@ class _Calls:
         self._swap = swap
         self._extra_stats = extra_stats
         self._bridge: TokenBridge | None = None
-        self._open: set[tuple[str, ...]] = set()
+        self._open: list[tuple[str, ...]] = []
         self.draining = False
 
     @property
@@ -289,11 +289,11 @@ class _Calls:
         """Counts a generation while it is open; refuses it when the server drains."""
         if self.draining:
             raise NotServingError("engine is shutting down")
-        self._open.add(request_ids)
+        self._open.append(request_ids)  # a list: a refused twin must not hide the one that runs
         try:
             yield
         finally:
-            self._open.discard(request_ids)
+            self._open.remove(request_ids)
 
 
 def _application(calls: _Calls, token: str) -> Starlette:

@@ -229,6 +229,10 @@ def test_existing_folder_is_not_overwritten_and_a_failed_save_leaves_nothing(tmp
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers='two'"),
         ({"vocab_size": None}, "vocab_size=None"),
+        ({"rope_parameters": [1]}, "rope_parameters is a list"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is a str"),
+        ({"rope_parameters": {}, "rope_theta": "1e6"}, "rope_theta='1e6'"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps='nan'"),
     ],
 )
 def test_decoders_that_would_be_computed_wrongly_are_refused(change: dict[str, Any], words: str) -> None:

@@ -401,6 +401,76 @@ def test_close_lets_running_generations_end_and_refuses_new_ones(engine: Engine)
         httpx.get(server.url + "/health")
 
 
+def test_a_refused_twin_does_not_hide_the_running_generation_from_close(engine: Engine) -> None:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    server = EngineServer(engine, token=TOKEN)
+    engine.pause("keep").result(20)
+    with ThreadPoolExecutor(1) as pool:
+        call = server.url + "/generate"
+        running = pool.submit(httpx.post, call, headers=headers, json=generate_body("d4"), timeout=60)
+        eventually(lambda: engine.stats().waiting + engine.stats().running == 1)
+        assert httpx.post(call, headers=headers, json=generate_body("d4")).status_code == 400
+        assert server._calls.open_generations == 1
+        server.close(drain_s=0.1)
+        assert [s["finish_reason"] for s in running.result(60).json()["samples"]] == ["abort"]
+    engine.resume().result(20)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "Content-Length: 9223372036854775808",
+        "Content-Length: -1",
+        "Content-Length: 5\r\nContent-Length: 6",
+        "Content-Length: 5\r\nTransfer-Encoding: chunked",
+        "Authorization: Bearer x\r\nContent-Length: 0",
+    ],
+)
+def test_heads_that_lie_are_refused_and_the_server_lives(
+    server: EngineServer, http: httpx.Client, head: str
+) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), 5) as sock:
+        sock.settimeout(10)
+        lines = f"POST /abort HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n{head}\r\n\r\n"
+        sock.sendall(lines.encode() + b"0\r\n\r\n")
+        assert sock.recv(200).split(b" ")[1] in (b"400", b"401", b"413")
+    assert http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "content"),
+    [
+        ("/generate", b'{"a":' * 5000),
+        ("/generate", b'{"request_id": "\\ud800", "prompt": [1], "n": 1' + b"0" * 5000 + b"}"),
+        ("/generate", b'{"request_id": "x", "prompt": [NaN]}'),
+        ("/swap", b'{"lineage": "a", "number": 1, "timeout_s": NaN}'),
+        ("/v1/completions", b'{"model": "policy", "prompt": "\\ud800"}'),
+        (
+            "/v1/chat/completions",
+            b'{"model": "policy", "messages": [{"role": "user", "content": "\\udfff"}]}',
+        ),
+        ("/v1/completions", b'{"model": "policy", "prompt": "1", "\\ud800": 3}'),
+        ("/v1/completions", b'{"model": "policy", "prompt": "1", "temperature": Infinity}'),
+        ("/abort", b"\xff\xfe"),
+    ],
+)
+def test_bodies_that_lie_are_400(http: httpx.Client, path: str, content: bytes) -> None:
+    answer = http.post(path, content=content)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
+
+
+def test_many_idle_connections_keep_nobody_waiting(server: EngineServer, http: httpx.Client) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    idle = [socket.create_connection((host, int(port)), 5) for _ in range(300)]
+    try:
+        assert http.post("/generate", json=generate_body("many")).status_code == 200
+    finally:
+        for sock in idle:
+            sock.close()
+
+
 def test_close_aborts_what_does_not_end_in_time(engine: Engine) -> None:
     headers = {"Authorization": f"Bearer {TOKEN}"}
     server = EngineServer(engine, token=TOKEN)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxrl_sync.inference.hf_tokenizer import HFTokenizer
+from jaxrl_sync.inference.hf_tokenizer import HFTokenizer, _token_bytes
 from jaxrl_sync.inference.stops import StopMatcher
 from jaxrl_sync.inference.tokenizer import CharTokenizer, Tokenizer, TokenizerError, load_tokenizer
 
@@ -107,6 +107,17 @@ def test_hf_errors_name_the_file(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("[1]")
     with pytest.raises(TokenizerError, match=r"tokenizer_config\.json holds a list"):
         HFTokenizer.load(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(TokenizerError, match=r"chat_template\.jinja is not readable text"):
+        HFTokenizer.load(tmp_path)
+
+
+def test_bytes_of_odd_vocabulary_entries() -> None:
+    assert _token_bytes("<0x0A>") == b"\n"
+    assert _token_bytes("<0xZZ>") == b"<0xZZ>"
+    assert _token_bytes("<0x-1>") == b"<0x-1>"
+    assert _token_bytes("\u2581a") == b" a"
 
 
 def test_stream_never_hands_out_half_a_character(tmp_path: Path) -> None:
