@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from jaxrl_sync.inference.errors import RankDiedError
 from jaxrl_sync.inference.plan import StepPlan
-from jaxrl_sync.transfer import auth
+from jaxrl_sync.transfer import auth, clean
 from jaxrl_sync.transfer.errors import TransferError
 from jaxrl_sync.transfer.wire import Connection, dial, listen
 
@@ -40,6 +40,7 @@ def die(cause: str) -> NoReturn:
     """End this process now, exit code 4, the cause as its last line; nothing is waited for."""
     print(f"jaxrl-sync: error: {cause}", file=sys.stderr, flush=True)
     sys.stdout.flush()
+    clean.remove_mine()  # nobody closes the slots any more
     os._exit(RankDiedError.exit_code)
 
 

@@ -25,6 +25,11 @@ def remove_stale(run_id: str = "") -> list[str]:
     return _remove([n for n in _segments() if n.startswith(prefix) and not _alive(n)])
 
 
+def remove_mine() -> list[str]:
+    """Remove the segments that this process made: for one that ends without closing what it holds."""
+    return _remove([n for n in _segments() if _maker(n) == os.getpid()])
+
+
 def _segments() -> list[str]:
     try:
         return [n for n in os.listdir(SHM_DIR) if n.startswith(PREFIX)]
@@ -32,13 +37,19 @@ def _segments() -> list[str]:
         return []
 
 
-def _alive(name: str) -> bool:
+def _maker(name: str) -> int | None:
+    """Process id of a segment's maker; None for a name of another kind or process namespace."""
     parts = name.rsplit("-", 2)
     namespace, _, pid = parts[1].partition("_") if len(parts) == 3 else ("", "", "")
-    if not pid.isdigit() or namespace != str(pid_namespace()):
-        return True  # of another kind or place: leave it alone
+    return int(pid) if pid.isdecimal() and namespace == str(pid_namespace()) else None
+
+
+def _alive(name: str) -> bool:
+    pid = _maker(name)
+    if pid is None:
+        return True  # leave it alone
     try:
-        os.kill(int(pid), 0)
+        os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:

@@ -27,11 +27,11 @@ from jaxrl_sync.inference.config import EngineConfig
 from jaxrl_sync.inference.engine import Engine
 from jaxrl_sync.inference.process import engine_convert
 from jaxrl_sync.inference.runner import target_tree
-from jaxrl_sync.transfer import Publisher, PublisherConfig, auth
+from jaxrl_sync.transfer import Publisher, PublisherConfig, auth, clean
 from jaxrl_sync.transfer.hub.client import HubClient
 from jaxrl_sync.transfer.version import Version
 from tests.inference.engine_helpers import TINY, ask, generate, tp_mesh, trainer_weights
-from tests.transfer.models import ServerThread
+from tests.transfer.models import ServerThread, segments
 
 CONFIG = EngineConfig(
     slots=8,
@@ -160,6 +160,7 @@ class World:
             child.process.communicate()
         self.publisher.close()
         self.hub.close()
+        clean.remove_leftovers(auth.run_id_of(self.token))  # of those that were killed
 
 
 @pytest.fixture
@@ -246,6 +247,7 @@ def test_an_engine_of_two_ranks_dies_as_one(world: World, victim: int, how: sign
     code, line = survivor.end(20)
     assert time.monotonic() - killed_at < 5
     assert code == 4 and line.startswith("jaxrl-sync: error: engine-0 rank") and "died" in line
+    assert not [n for n in segments(world.token_file) if f"_{survivor.process.pid}-" in n]
 
 
 @pytest.mark.slow

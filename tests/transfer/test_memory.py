@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_sync.transfer.clean import remove_leftovers, remove_stale
+from jaxrl_sync.transfer.clean import remove_leftovers, remove_mine, remove_stale
 from jaxrl_sync.transfer.errors import ResourceError, TransferError
 from jaxrl_sync.transfer.memory import ForeignMemory, PrivateMemory, SharedMemory
 
@@ -135,7 +135,10 @@ def test_segments_of_the_dead_are_found_and_those_of_the_living_kept() -> None:
     assert remove_stale(RUN) == [name]
     assert mine() == [own.name]
     assert remove_leftovers(RUN) == [own.name]
+    last = SharedMemory(RUN, 4096)
+    assert last.name in remove_mine() and mine() == []
     own.close()
+    last.close()
 
 
 def test_cleaning_needs_neither_jax_nor_numpy() -> None:
