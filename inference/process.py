@@ -195,6 +195,8 @@ def _lead(
                 if lease.lost.is_set():
                     raise RankDiedError(f"{spec.name}: {lease.reason}")
             lease.close()
+        updater.close(1.0)  # a swap that waits for an offer ends now,
+        subscriber.close()  # and here one that is being prepared: its answer must not hold up the drain
         server.close(DRAIN_S)
 
 
@@ -261,6 +263,7 @@ def _follow(spec: Spec, mesh: Mesh, target: Any, token: str, announce: Announce,
         subscriber = stack.enter_context(_subscribe(spec, mesh, target))
         shadow = Shadow(subscriber, record=record, timeout_s=spec.subscriber.timeout_s)
         stack.callback(shadow.close)
+        stack.callback(subscriber.close)  # first: the shadow's thread may wait in it
         assert spec.coordinator is not None
         address = f"{spec.coordinator.rpartition(':')[0]}:{port}"
         follower = Follower(spec.name, spec.subscriber.rank, address, token, shadow.prepare)

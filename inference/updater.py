@@ -126,7 +126,8 @@ class Updater:
         try:
             settle(future, self._take(version, deadline))
         except (EngineError, TransferError) as error:
-            fail(future, error)
+            closing = self._closing.is_set()
+            fail(future, NotServingError("the engine is closing") if closing else error)
         except Exception as error:
             fail(future, error)
             raise

@@ -289,3 +289,25 @@ def test_a_pinned_request_holds_a_swap_and_a_drain_ends_it(world: World) -> None
         assert wrong.status_code == 409 and "pins version life:0" in wrong.text
     child.process.send_signal(signal.SIGTERM)
     assert child.end(30)[0] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.invariant(28)
+def test_an_engine_without_hub_and_in_the_middle_of_a_swap_drains_within_the_grace_time(world: World) -> None:
+    world.publish(0)
+    (child,) = world.start()
+    with world.client(child.url()) as client:
+        body = {"lineage": "life", "number": 9, "timeout_s": 60}
+        answers: list[httpx.Response] = []
+        thread = threading.Thread(target=lambda: answers.append(client.post("/swap", json=body)))
+        thread.start()
+        time.sleep(0.5)
+        world.publisher.close()
+        world.hub.close()
+        time.sleep(1.5)  # more than one heartbeat: the leases are in their retries
+        began = time.monotonic()
+        child.process.send_signal(signal.SIGTERM)
+        assert child.end(30)[0] == 0
+        assert time.monotonic() - began < 6
+        thread.join(10)
+    assert answers[0].status_code == 503 and "closing" in answers[0].text

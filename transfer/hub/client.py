@@ -89,17 +89,31 @@ class HubClient:
             self.status()
         return self._run_id
 
-    def call(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
-        """POST one call and return its answer, retried while the hub is away.
+    def call(
+        self,
+        path: str,
+        body: dict[str, Any],
+        timeout_s: float | None = None,
+        until: threading.Event | None = None,
+    ) -> dict[str, Any]:
+        """POST one call and return its answer, retried while the hub is away and ``until`` isn't set.
 
         ``timeout_s`` is how long the call itself may poll. PeerLost after ``self.timeout_s`` without the hub,
         AuthError for a wrong token, HubRefused, ProtocolError.
         """
         limit = httpx.Timeout(10.0, read=(timeout_s or 0.0) + 15.0)
-        response = self._send("POST", path, limit, json=body)
+        response = self._send("POST", path, limit, until, json=body)
         return self._decode(response)
 
-    def _send(self, method: str, path: str, limit: httpx.Timeout, **kwargs: Any) -> httpx.Response:
+    def _send(
+        self,
+        method: str,
+        path: str,
+        limit: httpx.Timeout,
+        until: threading.Event | None = None,
+        **kwargs: Any,
+    ) -> httpx.Response:
+        until = until or self._closed
         deadline = time.monotonic() + self.timeout_s
         attempt = 0
         while True:
@@ -113,11 +127,11 @@ class HubClient:
                 found, cause = repr(error), error
             except RuntimeError as error:  # httpx: the client has been closed
                 raise PeerLost("the hub client was closed") from error
-            if self._closed.is_set():
+            if self._closed.is_set() or until.is_set():
                 raise PeerLost("the hub client was closed") from cause
             if time.monotonic() > deadline:
                 raise PeerLost(f"hub {self.url} didn't answer for {self.timeout_s:g} s: {found}") from cause
-            self._closed.wait(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
+            until.wait(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
             attempt += 1
 
     def _decode(self, response: httpx.Response) -> dict[str, Any]:
@@ -302,7 +316,7 @@ class Lease:
         """A call as this member, registered again where the hub forgot it. Errors of HubClient.call."""
         message = {**self.identity, **body}
         try:
-            return self.client.call(path, message, timeout_s)
+            return self.client.call(path, message, timeout_s, self._closed)
         except HubRefused as error:
             if error.code != "unknown_member" or self._closed.is_set():
                 raise
@@ -341,7 +355,7 @@ class Lease:
 
     def _beat(self) -> None:
         try:
-            answer = self.client.call("/v1/event/heartbeat", self.identity)
+            answer = self.client.call("/v1/event/heartbeat", self.identity, until=self._closed)
         except HubRefused as error:
             if error.code != "unknown_member":
                 raise
