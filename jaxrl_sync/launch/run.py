@@ -34,6 +34,7 @@ def run(
         return 0
     check_ports(config)
     path = create(config.run.root, config.run.name, run_dir, resume=resume)
+    print(f"run directory: {path}", flush=True)
     with locked(path):
         outcome = _supervise(config, path, resume)
     summary = read_json(path / "summary.json")
@@ -41,7 +42,7 @@ def run(
         print("\n".join(describe_summary(summary)))
     if outcome.code:
         print(ERROR_PREFIX + outcome.cause, file=sys.stderr)
-    print(f"run directory: {path}")
+    print(f"draw it: jaxrl-sync report {path}")
     return outcome.code
 
 

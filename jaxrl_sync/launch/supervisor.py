@@ -72,6 +72,7 @@ class Supervisor:
         self._view = view
         self._shm_prefix = shm_prefix
         self._interrupts = 0
+        self._hub_port: int | None = None
         self._stopwatch = StopWatch(settings.stopped_timeout_s)
 
     def run(self) -> Outcome:
@@ -228,8 +229,6 @@ class Supervisor:
     def _others(self, role: str) -> list[Worker]:
         return [w for w in self._workers if w.spec.role != role]
 
-    _hub_port: int | None = None
-
     def _note_hub_port(self, worker: Worker) -> None:
         """A restarted hub must answer where the first one did."""
         if worker.spec.role == "hub" and self._hub_port is None:
@@ -249,7 +248,10 @@ class Supervisor:
         def count(number: int, frame: FrameType | None) -> None:
             self._interrupts += 1
 
-        before = {n: signal.signal(n, count) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup stays what it is
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, count) for number in numbers}
         try:
             yield
         finally:
