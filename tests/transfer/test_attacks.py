@@ -143,7 +143,9 @@ def test_an_address_that_is_none_is_a_lost_peer(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"\xff" * 64, b"a" * 32 + b"\n" + b"b" * 32, "ä".encode() * 32, b"A" * 64, b""]
+    "content",
+    [b"\xff" * 64, b"a" * 32 + b"\n" + b"b" * 32, "ä".encode() * 32, b"A" * 64, b""],
+    ids=["not-ascii", "newline", "umlauts", "capitals", "empty"],
 )
 def test_tokens_with_other_characters_are_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "token"
@@ -185,7 +187,7 @@ def test_a_link_planted_at_the_name_of_a_segment_is_not_followed(
         {"ttl_s": float("nan")},
         {"ttl_s": float("inf")},
         {"size": 10**12},
-        {"size": 10**400},
+        {"size": 10**40},
         {"rank": 5},
         {"rank": -1},
         {"rank": True},
@@ -253,7 +255,11 @@ def test_server_errors_are_ridden_out_like_an_absent_hub(token_file: Path) -> No
             client.members()
 
 
-@pytest.mark.parametrize("body", [b"<html>hello</html>", b"[]", b"3", b"{}", b"", DEEP], ids=repr)
+@pytest.mark.parametrize(
+    "body",
+    [b"<html>hello</html>", b"[]", b"3", b"{}", b"", DEEP],
+    ids=["page", "list", "number", "object", "nothing", "deep"],
+)
 def test_answers_that_no_hub_gives_are_named(token_file: Path, body: bytes) -> None:
     with fake_hub([(200, body)]) as url, HubClient(url, token_file, timeout_s=1) as client:
         with pytest.raises(ProtocolError, match=f"{url} answered"):
@@ -389,7 +395,7 @@ def test_a_link_that_the_publisher_closed_is_opened_again_before_it_is_needed(ri
     take(subscriber)
     (old,) = publisher._links.values()
     old._connection.close()
-    until(lambda: any(link is not old for link in list(publisher._links.values())), 25)
+    until(lambda: not subscriber._links.whole)
     publisher.publish(params, Version("a", 1))
     assert take(subscriber)[0] == Version("a", 1)
     assert subscriber.stats()["failed"] == 0
@@ -609,10 +615,9 @@ def test_a_jump_of_the_wall_clock_ends_no_lease(rig: Rig, monkeypatch: pytest.Mo
     assert len(rig.hub_client().members("subscriber")) == 1
 
 
-@pytest.mark.parametrize("error", [MismatchError])
-def test_the_whole_tree_is_compared_before_the_first_publish(rig: Rig, error: type[Exception]) -> None:
+def test_the_whole_tree_is_compared_before_the_first_publish(rig: Rig) -> None:
     params = trainer_params()
     publisher = rig.publisher(params)
-    with pytest.raises(error, match="is missing"):
+    with pytest.raises(MismatchError, match="is missing"):
         publisher.publish({}, Version("a", 0))
     assert publisher.publish(params, Version("a", 0)).wait(5).state == "committed"
