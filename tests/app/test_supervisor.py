@@ -107,12 +107,10 @@ def test_hub_is_restarted_on_its_port(tmp_path: Path) -> None:
 def test_a_worker_of_two_ranks_dies_as_one_unit_and_gets_a_new_coordinator(tmp_path: Path) -> None:
     tells = "open(run / f'{name}.argv', 'a').write(' '.join(sys.argv[1:]) + '\\n')\nannounce()\n"
     rank0 = tells + "starts()\nstop.wait()\n"
-    rank1 = (
-        tells
-        + "if starts() < 2:\n    time.sleep(0.3)\n    os.kill(os.getpid(), signal.SIGKILL)\nstop.wait()\n"
-    )
-    ends = "announce()\nfile = run / 'engine-0.starts'\n"
-    ends += "while not file.exists() or file.read_text() != '2':\n    time.sleep(0.05)\n"
+    rank1 = tells + "both = run / 'engine-0.starts'\nwhile not both.exists():\n    time.sleep(0.02)\n"
+    rank1 += "if starts() < 2:\n    os.kill(os.getpid(), signal.SIGKILL)\nstop.wait()\n"
+    ends = "announce()\nfiles = [run / 'engine-0.starts', run / 'engine-0.1.starts']\n"
+    ends += "while not all(f.exists() and f.read_text() == '2' for f in files):\n    time.sleep(0.05)\n"
     specs = run_of(tmp_path, orchestrator=ends)
     specs[2] = worker("engine", tmp_path, rank0, rank1, name="engine-0")
     assert supervise(tmp_path, specs) == Outcome(0)
