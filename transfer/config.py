@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-TransportName = Literal["auto", "shm", "tcp"]
+from jaxrl_sync.transfer.verbs.settings import VerbsSettings
+
+TransportName = Literal["auto", "shm", "verbs", "tcp"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +30,7 @@ class PublisherConfig:
     handshake_timeout_s: float = 10.0
     hub_timeout_s: float = 60.0
     ttl_s: float = 10.0
+    verbs: VerbsSettings = VerbsSettings()
 
     def __post_init__(self) -> None:
         _check_common(self.transport, self.threads, self.timeout_s)
@@ -59,6 +62,7 @@ class SubscriberConfig:
     handshake_timeout_s: float = 10.0
     hub_timeout_s: float = 60.0
     ttl_s: float = 10.0
+    verbs: VerbsSettings = VerbsSettings()
 
     def __post_init__(self) -> None:
         _check_common(self.transport, self.threads, self.timeout_s)
@@ -71,8 +75,8 @@ class SubscriberConfig:
 
 
 def _check_common(transport: str, threads: int, timeout_s: float) -> None:
-    if transport not in ("auto", "shm", "tcp"):
-        raise ValueError(f"transport={transport!r}, expected auto, shm or tcp")
+    if transport not in ("auto", "shm", "verbs", "tcp"):
+        raise ValueError(f"transport={transport!r}, expected auto, shm, verbs or tcp")
     if threads < 1:
         raise ValueError(f"threads={threads}, expected at least 1")
     if timeout_s <= 0:

@@ -20,6 +20,8 @@ from jaxrl_sync.transfer.slots import Slot
 from jaxrl_sync.transfer.transports.base import remaining
 from jaxrl_sync.transfer.transports.shm import ShmReceiver
 from jaxrl_sync.transfer.transports.tcp import TcpReceiver
+from jaxrl_sync.transfer.transports.verbs import VerbsReceiver
+from jaxrl_sync.transfer.verbs.errors import VerbsError
 from jaxrl_sync.transfer.wire import Connection
 
 Digests = dict[str, tuple[int, int]]
@@ -66,14 +68,14 @@ class Inbound:
         self._link = ""
         self._connection = self._connect({"purpose": "weights"})
         try:
-            self._receiver: ShmReceiver | TcpReceiver = self._open(config.transport, slots)
+            self._receiver: ShmReceiver | TcpReceiver | VerbsReceiver = self._open(config.transport, slots)
         except BaseException:
             self.close()
             raise
 
     @property
     def transport(self) -> str:
-        """shm or tcp."""
+        """shm, verbs or tcp."""
         return self._receiver.name
 
     def _connect(self, hello: dict[str, Any]) -> Connection:
@@ -91,7 +93,34 @@ class Inbound:
         self._link = self._link or str(reply.get("link"))
         return Connection(sock, self.peer)
 
-    def _open(self, transport: str, slots: list[Slot]) -> ShmReceiver | TcpReceiver:
+    def _open(self, transport: str, slots: list[Slot]) -> ShmReceiver | TcpReceiver | VerbsReceiver:
+        """Offer what this side can do and set up what the publisher chose."""
+        verbs = self._offer_verbs(transport)
+        try:
+            chosen = self._negotiate(transport, slots, verbs)
+        except BaseException:
+            if verbs is not None:
+                verbs.close()
+            raise
+        if verbs is not None and chosen is not verbs:
+            verbs.close()
+        return chosen
+
+    def _offer_verbs(self, transport: str) -> VerbsReceiver | None:
+        """A ring to write to, where it is asked for, or can be had and may be needed."""
+        if transport not in ("verbs", "auto"):
+            return None
+        try:
+            return VerbsReceiver(self.edge, self._config.verbs, self._connection)
+        except VerbsError as error:
+            if transport == "verbs":
+                raise
+            logger.debug("no verbs for the edge from %s: %s", self.peer, error)
+            return None
+
+    def _negotiate(
+        self, transport: str, slots: list[Slot], verbs: VerbsReceiver | None
+    ) -> ShmReceiver | TcpReceiver | VerbsReceiver:
         memories = [s.memory for s in slots if isinstance(s.memory, SharedMemory) and s.memory.linked]
         message = {
             "kind": "open",
@@ -101,6 +130,7 @@ class Inbound:
             "process": self.edge.target_process,
             "transport": transport,
             "segments": [m.describe() for m in memories],
+            "verbs": verbs.describe() if verbs is not None else None,
         }
         opened = self._ask(message, "opened", self._config.hub_timeout_s)
         if opened.get("transport") == "shm":
@@ -113,10 +143,12 @@ class Inbound:
                     f"{self.peer} wrote its nonce into other memory than ours: shm can't be used"
                 )
             return self._open("tcp", slots)
+        if opened.get("transport") == "verbs" and verbs is not None:
+            verbs.connect(opened["verbs"])
+            logger.info("edge from %s: verbs (%s, %s)", self.peer, opened.get("reason"), verbs.reason)
+            return verbs
         if opened.get("transport") != "tcp":
-            raise ProtocolError(
-                f"{self.peer} chose transport {opened.get('transport')!r}, expected shm or tcp"
-            )
+            raise ProtocolError(f"{self.peer} chose transport {opened.get('transport')!r}, which we can't")
         logger.info("edge from %s: tcp (%s)", self.peer, opened.get("reason"))
         return self._open_lanes(int(opened["chunk_bytes"]))
 

@@ -17,6 +17,8 @@ from jaxrl_sync.transfer.outcome import RankKey, RankOutcome
 from jaxrl_sync.transfer.transports.base import Sender
 from jaxrl_sync.transfer.transports.shm import ShmSender
 from jaxrl_sync.transfer.transports.tcp import TcpSender
+from jaxrl_sync.transfer.transports.verbs import VerbsSender
+from jaxrl_sync.transfer.verbs.errors import VerbsError
 from jaxrl_sync.transfer.version import Version
 from jaxrl_sync.transfer.wire import Connection
 
@@ -136,36 +138,54 @@ class Outbound:
         return opened
 
     def _choose(self, message: dict[str, Any], slot: SlotLayout) -> dict[str, Any]:
-        """shm where a nonce in the receiver's memory can be read here, else tcp; the reason is logged."""
+        """shm where a nonce in the receiver's memory can be read here, else verbs, else tcp; and why."""
         assert self._edge is not None
         config = self._publisher.config
         wanted = {config.transport, str(message.get("transport"))} - {"auto"}
         if len(wanted) > 1:
             raise MismatchError(f"publisher and subscriber ask for different transports: {sorted(wanted)}")
         choice = wanted.pop() if wanted else "auto"
-        answer, reason = "", "as configured"
-        if choice != "tcp":
-            sender = ShmSender(self._edge, slot, self._publisher.run_id, config.threads)
+        opened = {"kind": "opened", "chunk_bytes": config.chunk_bytes, "answer": ""}
+        reasons = []
+        for name, attempt in (("shm", self._try_shm), ("verbs", self._try_verbs)):
+            if choice not in (name, "auto"):
+                continue
             try:
-                segments = message.get("segments") or []
-                if not segments:
-                    raise TransferError("the subscriber offers no shared memory")
-                answer = sender.map(segments[0]).answer().hex()
-                self._use(sender)
-                choice, reason = "shm", f"its nonce in {segments[0]['name']} is readable here"
-            except TransferError as error:
-                sender.close()
-                if choice == "shm":
+                opened |= attempt(message, slot)
+                break
+            except (TransferError, VerbsError) as error:
+                if choice == name:
                     raise
-                choice, reason = "tcp", str(error)
-        logger.info("edge to %s.%d: %s (%s), %d bytes", *self.key, choice, reason, self._edge.total_bytes)
-        return {
-            "kind": "opened",
-            "transport": choice,
-            "reason": reason,
-            "answer": answer,
-            "chunk_bytes": config.chunk_bytes,
-        }
+                reasons.append(str(error))
+        else:
+            opened |= {"transport": "tcp", "reason": "; ".join(reasons) or "as configured"}
+        total, chosen, why = self._edge.total_bytes, opened["transport"], opened["reason"]
+        logger.info("edge to %s.%d: %s (%s), %d bytes", *self.key, chosen, why, total)
+        return opened
+
+    def _try_shm(self, message: dict[str, Any], slot: SlotLayout) -> dict[str, Any]:
+        assert self._edge is not None
+        sender = ShmSender(self._edge, slot, self._publisher.run_id, self._publisher.config.threads)
+        try:
+            segments = message.get("segments") or []
+            if not segments:
+                raise TransferError("the subscriber offers no shared memory")
+            answer = sender.map(segments[0]).answer().hex()
+        except TransferError:
+            sender.close()
+            raise
+        self._use(sender)
+        reason = f"its nonce in {segments[0]['name']} is readable here"
+        return {"transport": "shm", "answer": answer, "reason": reason}
+
+    def _try_verbs(self, message: dict[str, Any], slot: SlotLayout) -> dict[str, Any]:
+        assert self._edge is not None
+        offer = message.get("verbs")
+        if offer is None:
+            raise TransferError("the subscriber offers no RDMA device")
+        sender = VerbsSender(self._edge, self._publisher.config.verbs, offer, self._connection)
+        self._use(sender)
+        return {"transport": "verbs", "verbs": sender.describe(), "reason": sender.reason}
 
     def _use(self, sender: Sender) -> None:
         if self._sender is not None:

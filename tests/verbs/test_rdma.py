@@ -103,7 +103,7 @@ def test_wrong_key_is_one_error_and_the_pair_recovers() -> None:
         connect(right.qps[0], left.qps[0], right, left)
         left.memory[:1000] = 7
         write(left, right, entries)
-        assert left.collect(3, 60.0)["status"].tolist() == [0]
+        assert set(left.collect(3, 60.0)["status"].tolist()) == {0}
         assert (right.memory[:1000] == 7).all()
 
 
