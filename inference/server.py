@@ -44,15 +44,15 @@ from jaxrl_sync.inference.http_shell import (
 )
 from jaxrl_sync.inference.openai_api import OpenAIModel
 from jaxrl_sync.inference.openai_format import event_stream, whole_answer
-from jaxrl_sync.inference.request import Request
+from jaxrl_sync.inference.request import PauseMode, Request
 from jaxrl_sync.sharding.errors import UserError
 from jaxrl_sync.transfer.version import Version
 
 log = logging.getLogger("jaxrl_sync.inference.server")
 
-# Prepares ``version`` or a later one of its lineage and swaps to it within ``timeout_s``; the future ends
-# with the answer of ``POST /swap``, or with an EngineError.
-Swap = Callable[[Version, float], Future[dict[str, Any]]]
+# Prepares ``version`` or a later one of its lineage, pauses as the mode says and swaps, within ``timeout_s``;
+# the future ends with the answer of ``POST /swap``, or with an EngineError.
+Swap = Callable[[Version, float, PauseMode], Future[dict[str, Any]]]
 
 PAUSE_MODES = ("keep", "wait", "abort")
 _MAX_HEADER_BYTES = 64 << 10
@@ -225,9 +225,7 @@ class _Calls:
         return json_response({"aborted": self._front.abort(ids)})
 
     async def pause(self, http: HttpRequest) -> Response:
-        mode = (await read_json(http)).get("mode")
-        if mode not in PAUSE_MODES:
-            raise RequestError(f"mode: expected {' or '.join(PAUSE_MODES)}, got {mode!r}")
+        mode = _pause_mode(await read_json(http), None)
         return json_response({"state": await settled(self._front.pause(mode), self._config.max_control_s)})
 
     async def resume(self, http: HttpRequest) -> Response:
@@ -237,8 +235,8 @@ class _Calls:
         if self._swap is None:
             raise HttpError(404, "this engine has no hub to take versions from")
         limits_s = (self._config.max_control_s, self._config.max_generate_s)
-        version, timeout_s = _swap_request(await read_json(http), *limits_s)
-        return json_response(await settled(self._swap(version, timeout_s), timeout_s + ENGINE_GRACE_S))
+        version, timeout_s, mode = _swap_request(await read_json(http), *limits_s)
+        return json_response(await settled(self._swap(version, timeout_s, mode), timeout_s + ENGINE_GRACE_S))
 
     async def stats(self, http: HttpRequest) -> Response:
         extra = dict(self._extra_stats()) if self._extra_stats else {}
@@ -321,7 +319,17 @@ async def _no_such_call(http: HttpRequest, error: Exception) -> Response:
     return error_response(http.url.path, error.status_code, "RequestError", message)
 
 
-def _swap_request(body: Mapping[str, Any], default_s: float, most_s: float) -> tuple[Version, float]:
+def _pause_mode(body: Mapping[str, Any], default: str | None) -> PauseMode:
+    mode = body.get("mode", default)
+    if mode not in PAUSE_MODES:
+        raise RequestError(f"mode: expected {' or '.join(PAUSE_MODES)}, got {mode!r}")
+    known: PauseMode = mode
+    return known
+
+
+def _swap_request(
+    body: Mapping[str, Any], default_s: float, most_s: float
+) -> tuple[Version, float, PauseMode]:
     lineage, number = body.get("lineage"), body.get("number")
     timeout_s = body.get("timeout_s", default_s)
     if not isinstance(lineage, str) or not lineage or type(number) is not int or number < 0:
@@ -330,4 +338,4 @@ def _swap_request(body: Mapping[str, Any], default_s: float, most_s: float) -> t
         )
     if type(timeout_s) not in (int, float) or not 0 < timeout_s <= most_s:
         raise RequestError(f"timeout_s: expected above 0 and at most {most_s:g}, got {timeout_s!r}")
-    return Version(lineage, number), float(timeout_s)
+    return Version(lineage, number), float(timeout_s), _pause_mode(body, "keep")

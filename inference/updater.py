@@ -8,21 +8,25 @@ other ranks have a ``Shadow``, which prepares what the leader prepares and hands
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from jaxrl_sync.inference.errors import EngineError, NotServingError, SwapTimeoutError
-from jaxrl_sync.inference.front import SwapReport
+from jaxrl_sync.inference.front import EngineState, SwapReport
 from jaxrl_sync.inference.pending import fail, settle
+from jaxrl_sync.inference.request import PauseMode
 from jaxrl_sync.transfer.errors import TransferError
 from jaxrl_sync.transfer.subscriber import Prepared, Subscriber, Update
 from jaxrl_sync.transfer.version import Version
 
+T = TypeVar("T")
 SwapPolicy = Literal["approved", "auto"]
 FIRST_TIMEOUT_S = 3600.0
 AUTO_TIMEOUT_S = 60.0
@@ -43,9 +47,26 @@ class Swappable(Protocol):
     @property
     def version(self) -> Version | None: ...
 
+    @property
+    def state(self) -> EngineState: ...
+
+    def pause(self, mode: PauseMode) -> Future[EngineState]: ...
+
+    def resume(self) -> Future[EngineState]: ...
+
     def request_swap(
         self, version: Version, take: Callable[[], Any], timeout_s: float = ...
     ) -> Future[SwapReport]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """Somebody wants ``version`` to serve by ``deadline`` (``time.monotonic()`` seconds)."""
+
+    version: Version
+    deadline: float
+    mode: PauseMode
+    future: Future[dict[str, Any]]
 
 
 class Updater:
@@ -66,7 +87,7 @@ class Updater:
     ) -> None:
         self._engine, self._subscriber, self._policy = engine, subscriber, policy
         self._record, self._on_prepare = record, on_prepare
-        self._requests: queue.SimpleQueue[tuple[Version, float, Future[dict[str, Any]]] | None]
+        self._requests: queue.SimpleQueue[_Request | None]
         self._requests = queue.SimpleQueue()
         self._held: tuple[Update, Prepared] | None = None
         self._closing = threading.Event()
@@ -84,13 +105,15 @@ class Updater:
         held = self._held
         return held[0].version if held else None
 
-    def swap(self, version: Version, timeout_s: float) -> Future[dict[str, Any]]:
+    def swap(self, version: Version, timeout_s: float, mode: PauseMode = "keep") -> Future[dict[str, Any]]:
         """Serve ``version`` or a later one of its lineage; the future ends with the ``/swap`` answer.
 
+        ``mode`` says what becomes of running samples: ``keep`` lets them go on over the swap, ``wait`` lets
+        them end before it, ``abort`` cuts them off. The engine generates until the version is prepared.
         SwapTimeoutError after ``timeout_s``, with the state unchanged.
         """
         future: Future[dict[str, Any]] = Future()
-        self._requests.put((version, time.monotonic() + timeout_s, future))
+        self._requests.put(_Request(version, time.monotonic() + timeout_s, mode, future))
         if self._closing.is_set() or self.error is not None:
             self._refuse_rest()
         return future
@@ -122,9 +145,9 @@ class Updater:
             return
         if request is None:
             return
-        version, deadline, future = request
+        future = request.future
         try:
-            settle(future, self._take(version, deadline))
+            settle(future, self._take(request.version, request.deadline, request.mode))
         except (EngineError, TransferError) as error:
             closing = self._closing.is_set()
             fail(future, NotServingError("the engine is closing") if closing else error)
@@ -142,30 +165,46 @@ class Updater:
         while not self._requests.empty() and not self._closing.is_set():
             self._serve_one()
 
-    def _take(self, wanted: Version | None, deadline: float) -> dict[str, Any]:
+    def _take(self, wanted: Version | None, deadline: float, mode: PauseMode = "keep") -> dict[str, Any]:
         """Prepare and swap to ``wanted`` or later, None for whatever is on offer; the ``/swap`` answer."""
         serving = self._engine.version
         if wanted is not None and serving is not None and _serves(serving, wanted):
             return _answer(SwapReport(serving, 0, 0.0), None)
         update, prepared = self._prepared_update(wanted, deadline)
         self._held = (update, prepared)
-        t0 = time.time()
-        remaining = max(0.0, deadline - time.monotonic())
-        swapped = self._engine.request_swap(update.version, update.swap, remaining)
-        report = self._wait(swapped)
+        t0, began = time.time(), time.monotonic()
+        with self._standing_still(mode, deadline):
+            remaining = max(0.0, deadline - time.monotonic())
+            report = self._wait(self._engine.request_swap(update.version, update.swap, remaining))
         self._held = None
+        if mode != "keep":
+            report = dataclasses.replace(report, pause_s=time.monotonic() - began)
         self._record("swap", time.time() - report.pause_s, time.time(), version=report.version.number)
         self._record("wait", t0, time.time() - report.pause_s, version=report.version.number)
         return _answer(report, prepared)
 
-    def _wait(self, swapped: Future[SwapReport]) -> SwapReport:
-        """The report; the engine's own deadline ends the wait, or our closing does."""
+    @contextlib.contextmanager
+    def _standing_still(self, mode: PauseMode, deadline: float) -> Iterator[None]:
+        """Generation stands still inside, but for ``keep``; a pause that somebody else asked for stays."""
+        if mode == "keep" or self._engine.state != "ready":
+            yield
+            return
+        try:
+            self._wait(self._engine.pause(mode), deadline, f"samples still run, pause mode {mode}")
+            yield
+        finally:
+            self._engine.resume()
+
+    def _wait(self, future: Future[T], deadline: float = math.inf, what: str = "") -> T:
+        """What the engine says; the engine's own deadline ends the wait, or ours, or our closing."""
         while True:
             try:
-                return swapped.result(_POLL_S)
+                return future.result(_POLL_S)
             except TimeoutError:
                 if self._closing.is_set():
                     raise NotServingError("the engine is closing") from None
+                if time.monotonic() > deadline:
+                    raise SwapTimeoutError(what) from None
 
     def _prepared_update(self, wanted: Version | None, deadline: float) -> tuple[Update, Prepared]:
         """An update that is verified in the shadow slot, prepared again as long as there is time."""
@@ -205,7 +244,7 @@ class Updater:
             while True:
                 request = self._requests.get_nowait()
                 if request is not None:
-                    fail(request[2], NotServingError("the engine takes no versions any more"))
+                    fail(request.future, NotServingError("the engine takes no versions any more"))
 
 
 class Shadow:

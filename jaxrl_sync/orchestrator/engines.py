@@ -145,18 +145,13 @@ class EngineClient:
         """Stop these requests; what they have is answered to their own callers."""
         await self._post(self._admin, engine, "/abort", {"request_ids": list(request_ids)}, timeout_s)
 
-    async def swap(self, engine: Engine, version: Version, timeout_s: float) -> dict[str, Any]:
-        """Bring ``engine`` to ``version`` or a later one; the engine gives up after ``timeout_s``."""
-        body = {**dataclasses.asdict(version), "timeout_s": timeout_s}
+    async def swap(self, engine: Engine, version: Version, timeout_s: float, mode: str) -> dict[str, Any]:
+        """Bring ``engine`` to ``version`` or a later one; the engine gives up after ``timeout_s``.
+
+        ``mode``: what becomes of running samples (``LoopConfig.pause_mode``).
+        """
+        body = {**dataclasses.asdict(version), "timeout_s": timeout_s, "mode": mode}
         return await self._post(self._admin, engine, "/swap", body, timeout_s + _GRACE_S)
-
-    async def pause(self, engine: Engine, mode: str, timeout_s: float) -> None:
-        """Stop decoding between two steps; idempotent."""
-        await self._post(self._admin, engine, "/pause", {"mode": mode}, timeout_s)
-
-    async def resume(self, engine: Engine, timeout_s: float) -> None:
-        """Go on decoding; idempotent."""
-        await self._post(self._admin, engine, "/resume", {}, timeout_s)
 
     async def health(self, engine: Engine, timeout_s: float) -> dict[str, Any]:
         """``{"state", "version"}`` of the engine."""

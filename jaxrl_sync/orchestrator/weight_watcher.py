@@ -177,7 +177,8 @@ class WeightWatcher:
         assert target is not None
         engine.swapping, began = True, time.time()
         try:
-            answer = await self._paused_swap(engine, target)
+            mode = "keep" if engine.state == "joining" else self._config.pause_mode
+            answer = await self._client.swap(engine, target, self._config.swap_timeout_s, mode)
             held = Version(str(answer["lineage"]), int(answer["number"]))
         except (EngineGoneError, EngineRefusedError, KeyError, ValueError) as error:
             self._failed(engine, error)
@@ -193,19 +194,6 @@ class WeightWatcher:
         self.swaps += 1
         self._on_swap(_swap_row(engine.name, held.number, answer, began))
         return True
-
-    async def _paused_swap(self, engine: Engine, target: Version) -> dict[str, Any]:
-        """Swap between two decode steps, or around a pause where the config asks for one; always resumes."""
-        mode, timeout_s = self._config.pause_mode, self._config.swap_timeout_s
-        if mode == "keep" or engine.state == "joining":
-            return await self._client.swap(engine, target, timeout_s)
-        began = time.monotonic()
-        try:
-            await self._client.pause(engine, mode, timeout_s)
-            answer = await self._client.swap(engine, target, timeout_s)
-        finally:
-            await self._client.resume(engine, timeout_s)
-        return {**answer, "pause_s": time.monotonic() - began}
 
     def _failed(self, engine: Engine, error: Exception) -> None:
         self.swap_failures += 1

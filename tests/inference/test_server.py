@@ -21,6 +21,7 @@ from jaxrl_sync.inference.engine import Engine
 from jaxrl_sync.inference.engine_thread import EngineThread
 from jaxrl_sync.inference.errors import SwapTimeoutError
 from jaxrl_sync.inference.openai_api import OpenAIModel
+from jaxrl_sync.inference.request import PauseMode
 from jaxrl_sync.inference.server import EngineServer, PortInUseError, ServerConfig
 from jaxrl_sync.inference.tokenizer import CharTokenizer
 from jaxrl_sync.transfer.version import Version
@@ -42,7 +43,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def server(engine: Engine) -> Iterator[EngineServer]:
-    def swap(version: Version, timeout_s: float) -> Future[dict[str, Any]]:
+    def swap(version: Version, timeout_s: float, mode: PauseMode) -> Future[dict[str, Any]]:
         answer: Future[dict[str, Any]] = Future()
         if version.number == 666:
             answer.set_exception(SwapTimeoutError("pinned groups were still running"))
@@ -175,6 +176,7 @@ def test_wrong_generate_bodies_are_400(http: httpx.Client, body: dict[str, Any],
         ("POST", "/pause", b'{"mode": "stop"}', 400, "keep or wait or abort, got 'stop'"),
         ("POST", "/abort", b'{"request_ids": "a"}', 400, "a list of strings"),
         ("POST", "/swap", b'{"lineage": "a", "number": -1}', 400, "integer >= 0"),
+        ("POST", "/swap", b'{"lineage": "a", "number": 1, "mode": "stop"}', 400, "keep or wait or abort"),
         ("POST", "/swap", b'{"lineage": "a", "number": 1, "timeout_s": 1e9}', 400, "at most 3600"),
     ],
 )

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from jaxrl_sync.inference.errors import EngineError, NotServingError, SwapTimeoutError
-from jaxrl_sync.inference.front import SwapReport
+from jaxrl_sync.inference.front import EngineState, SwapReport
+from jaxrl_sync.inference.request import PauseMode
 from jaxrl_sync.inference.updater import Shadow, SwapPolicy, Updater
 from jaxrl_sync.transfer.errors import MismatchError
 from jaxrl_sync.transfer.subscriber import Prepared
@@ -64,8 +65,21 @@ class EngineDouble:
 
     def __init__(self) -> None:
         self.version: Version | None = None
+        self.state: EngineState = "ready"
         self.trees: list[Any] = []
-        self.pinned = False
+        self.pinned = self.endless = False
+        self.log: list[str] = []
+
+    def pause(self, mode: PauseMode) -> Future[EngineState]:
+        self.log.append(f"pause {mode}")
+        future: Future[EngineState] = Future()
+        if not self.endless:
+            future.set_result("paused")
+        return future
+
+    def resume(self) -> Future[EngineState]:
+        self.log.append("resume")
+        return Future()
 
     def request_swap(
         self, version: Version, take: Callable[[], Any], timeout_s: float = 60.0
@@ -74,6 +88,7 @@ class EngineDouble:
         if self.pinned:
             future.set_exception(SwapTimeoutError("pinned groups were still running"))
             return future
+        self.log.append(f"swap {version.number}")
         self.trees.append(take())
         self.version = version
         future.set_result(SwapReport(version, 5, 0.25))
@@ -169,6 +184,35 @@ def test_a_prepared_version_is_kept_over_a_failed_swap_and_dropped_for_a_later_o
     rig.engine.pinned, rig.offers.newest = False, v(2)
     assert rig.updater.swap(v(2), 5).result(5)["number"] == 2
     assert rig.offers.log[-2:] == ["discard 1", "prepare 2"] and rig.updater.prepared is None
+
+
+@pytest.mark.invariant(33)
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_generation_stands_still_for_the_swap_alone_and_goes_on_whatever_comes_of_it(
+    rig: Rig, mode: PauseMode
+) -> None:
+    rig.first()
+    rig.offers.log = rig.engine.log  # one log: what is prepared before the pause
+    rig.engine.log.clear()
+    rig.offers.newest = v(1)
+    answer = rig.updater.swap(v(1), 5, mode).result(5)
+    assert rig.engine.log == ["prepare 1", f"pause {mode}", "swap 1", "resume"]
+    assert 0 < answer["pause_s"] < 0.25, "the whole pause, not what the engine reports of the swap"
+    rig.engine.log.clear()
+    rig.offers.newest, rig.engine.pinned = v(2), True
+    with pytest.raises(SwapTimeoutError):
+        rig.updater.swap(v(2), 5, mode).result(5)
+    rig.engine.endless = True
+    with pytest.raises(SwapTimeoutError, match=f"pause mode {mode}"):
+        rig.updater.swap(v(2), 0.3, mode).result(5)
+    assert rig.engine.log == ["prepare 2", f"pause {mode}", "resume", f"pause {mode}", "resume"]
+
+
+def test_a_pause_that_somebody_else_asked_for_outlives_a_swap(rig: Rig) -> None:
+    rig.first()
+    rig.engine.state, rig.offers.newest = "paused", v(1)
+    rig.updater.swap(v(1), 5, "abort").result(5)
+    assert rig.engine.trees == [0, 1] and "resume" not in rig.engine.log
 
 
 def test_policy_auto_takes_what_comes() -> None:

@@ -61,9 +61,8 @@ class EngineDouble:
         self.requests: list[dict[str, Any]] = []
         self.log: list[tuple[float, str, Any]] = []
         self.pins: list[Version] = []
+        self.swap_modes: list[str] = []
         self._abort: dict[str, asyncio.Event] = {}
-        self._running = asyncio.Event()
-        self._running.set()
         self._sock = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._sock.getsockname()[1]}"
         routes = [
@@ -71,8 +70,6 @@ class EngineDouble:
             Route("/abort", self._abort_call, methods=["POST"]),
             Route("/swap", self._swap, methods=["POST"]),
             Route("/health", self._health),
-            Route("/pause", self._pause, methods=["POST"]),
-            Route("/resume", self._resume, methods=["POST"]),
         ]
         config = uvicorn.Config(
             Starlette(routes=routes), log_level="critical", lifespan="off", timeout_graceful_shutdown=1
@@ -148,7 +145,6 @@ class EngineDouble:
         while hangs and not aborted.is_set() and time.monotonic() - began < body["timeout_s"]:
             await asyncio.sleep(0.01)
         for position in range(length):
-            await self._running.wait()
             await asyncio.sleep(self.behaviour.token_s)
             if aborted.is_set():
                 break
@@ -178,7 +174,11 @@ class EngineDouble:
         if self.behaviour.swap_status:
             return JSONResponse({"error": "injected"}, self.behaviour.swap_status)
         self.log.append((time.monotonic(), "swap", body["number"]))
+        self.swap_modes.append(body["mode"])
         await asyncio.sleep(self.behaviour.swap_s)
+        if body["mode"] == "abort":
+            for aborted in self._abort.values():
+                aborted.set()
         self.version = Version(body["lineage"], body["number"])
         return JSONResponse(
             {
@@ -192,20 +192,6 @@ class EngineDouble:
                 "transport": "double",
             }
         )
-
-    async def _pause(self, request: Request) -> Response:
-        mode = (await request.json())["mode"]
-        self.log.append((time.monotonic(), "pause", mode))
-        self._running.clear()
-        if mode == "abort":
-            for aborted in self._abort.values():
-                aborted.set()
-        return JSONResponse({"state": "paused"})
-
-    async def _resume(self, request: Request) -> Response:
-        self.log.append((time.monotonic(), "resume", None))
-        self._running.set()
-        return JSONResponse({"state": "ready"})
 
     async def _health(self, request: Request) -> Response:
         version = None if self.version is None else dataclasses.asdict(self.version)
