@@ -7,6 +7,7 @@ includes the test and stay as they are otherwise. A failed size leaves the old r
 from __future__ import annotations
 
 import ast
+import collections
 import dataclasses
 import hashlib
 import subprocess
@@ -85,6 +86,15 @@ class Recorder:
         self._passed: dict[str, int] = {}
         self._seconds: dict[str, float] = {}
         self._failed: set[str] = set()
+        self._left: collections.Counter[str] = collections.Counter()
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Count the sizes of each function: one that is not through (an interrupted session) gets no row."""
+        self._left.update(function_of(item.nodeid) for item in session.items)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        """One size is through."""
+        self._left[function_of(nodeid)] -= 1
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Count one phase of one test."""
@@ -102,6 +112,8 @@ class Recorder:
         rows = parse(self._path.read_text(encoding="utf8")) if self._path.exists() else {}
         commit = commit_of(root)
         for name in self._passed.keys() - self._failed:
+            if self._left[name]:
+                continue
             minutes = self._seconds[name] / 60
             rows[name] = Row(name, self._passed[name], minutes, commit, self._seed[:12])
         self._path.write_text(render(r for r in rows.values() if r.test in known), encoding="utf8")

@@ -13,6 +13,7 @@ import pytest
 from jaxrl_sync.cli import main
 from jaxrl_sync.config import ConfigError, RunConfig, load, parse_overrides, render, save, toml
 from jaxrl_sync.config.convert import to_decoder, to_engine, to_publisher, to_subscriber
+from jaxrl_sync.orchestrator.config import loop_config
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDITION = str(ROOT / "experiments" / "addition" / "run.toml")
@@ -50,6 +51,15 @@ BAD = [
     (["--task.args.digits", "one"], 2, "digits='one', expected a value of type int"),
     (["--task.args.digits", "6"], 2, "engine.max_len=16 is below 17"),
     (["--model.vocab_size", "8"], 2, "model.vocab_size=8 is below the 16 tokens of task 'addition'"),
+    (["--model.vocab_size", "17"], 2, "trainer.mesh.tp = 2 must divide model.vocab_size=17"),
+    (
+        ["--model.vocab_size", "18", "--engine.devices", "4", "--engine.slots", "64"],
+        2,
+        "= 4 must divide model.vocab_size=18",
+    ),
+    (["--sync.every_steps", "4"], 2, "sync.every_steps=4 needs loop.staleness_bound >= 3, found 2"),
+    (["--loop.inflight_groups", "1", "--eval.samples", "99"], 2, "can't hold one group of 99"),
+    (["--trainer.schedule", "cosine", "--trainer.warmup_steps", "9999"], 2, "for a cosine schedule"),
     (["--steps", "1"], 2, "unexpected argument '--steps'; overrides look like --section.key value"),
     (["--run.steps"], 2, "override --run.steps has no value"),
 ]
@@ -190,6 +200,21 @@ def test_every_config_in_the_repository_loads(path: Path) -> None:
 def test_the_rooms_accept_what_the_config_makes() -> None:
     config = load(ADDITION, {"engine.processes": 2, "engine.devices": 1})
     assert to_engine(config).slots == config.engine.slots
+    again = load(
+        ADDITION,
+        {
+            "loop.epochs": 3,
+            "loop.last_batch": "drop",
+            "loop.batch_by": "samples",
+            "loop.engine_wait_s": 5.0,
+            "loop.task_timeout_s": 6.0,
+            "loop.task_threads": 7,
+            "eval.share": 0.25,
+        },
+    )
+    loop = loop_config(again)
+    assert (loop.epochs, loop.last_batch, loop.batch_by, loop.eval.share) == (3, "drop", "samples", 0.25)
+    assert (loop.engine_wait_s, loop.score_timeout_s, loop.task_threads) == (5.0, 6.0, 7)
     assert to_decoder(config).num_layers == config.model.num_layers
     assert to_publisher(config).chunk_bytes == config.sync.tcp.chunk_bytes
     assert (to_subscriber(config, 1, 1).engine, to_subscriber(config, 1, 1).size) == ("engine-1", 2)
@@ -206,3 +231,17 @@ def test_the_command_line_and_the_config_load_no_jax() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_verbs_settings_reach_both_sides(tmp_path: Path) -> None:
+    wanted = {
+        "sync.transport": "verbs",
+        "sync.verbs.devices": ["mlx5_0", "mlx5_1:1"],
+        "sync.verbs.gid_index": 3,
+    }
+    config = load(ADDITION, wanted)
+    assert to_publisher(config).verbs == to_subscriber(config, 0, 0).verbs
+    choice = to_publisher(config).verbs.choice
+    assert (choice.include, choice.gid_index) == (("mlx5_0", "mlx5_1:1"), 3)
+    save(config, tmp_path / "config.toml")
+    assert load(tmp_path / "config.toml").sync.verbs == config.sync.verbs

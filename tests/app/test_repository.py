@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -94,3 +95,23 @@ def test_the_checkers_see_the_linked_rooms(checker: str, room: str, tmp_path: Pa
     assert clean.returncode == 0, clean.stdout
     assert seeded.returncode != 0
     assert re.search(rf"{room}/wrong\.py", seeded.stdout)
+
+
+def test_only_functions_that_ran_whole_get_a_row(tmp_path: Path) -> None:
+    """A recorder that saw one of two sizes, a failed size and a passed function records the last alone."""
+    recorder = verification.Recorder(tmp_path / "page.md", "seed")
+    names = {"whole": 1, "partly": 2, "failed": 1}
+    known = verification.full_tests(ROOT / "tests", ROOT)[:3]
+    full = dict(zip(names, known, strict=True))
+    items = [SimpleNamespace(nodeid=f"{full[n]}[{i}]") for n, count in names.items() for i in range(count)]
+    recorder.pytest_collection_finish(SimpleNamespace(items=items))  # type: ignore[arg-type]
+    for name, outcome in (("whole", "passed"), ("partly", "passed"), ("failed", "failed")):
+        nodeid = f"{full[name]}[0]"
+        recorder.pytest_runtest_logreport(
+            pytest.TestReport(nodeid, (nodeid, 0, ""), {}, outcome, None, "call", duration=60.0)  # type: ignore[arg-type]
+        )
+        recorder.pytest_runtest_logfinish(nodeid)
+    recorder.pytest_sessionfinish()
+    rows = verification.parse((tmp_path / "page.md").read_text())
+    assert list(rows) == [full["whole"]]
+    assert (rows[full["whole"]].passed, rows[full["whole"]].minutes) == (1, 1.0)
