@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxrl_sync.inference.config import EngineConfig
     from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig
     from jaxrl_sync.transfer.config import PublisherConfig, SubscriberConfig
+    from jaxrl_sync.transfer.verbs.settings import VerbsSettings
 
 
 def to_decoder(config: RunConfig) -> DecoderConfig:
@@ -47,6 +48,24 @@ def to_engine(config: RunConfig) -> EngineConfig:
     )
 
 
+def to_verbs(config: RunConfig) -> VerbsSettings:
+    """One side of the edges over RDMA."""
+    from jaxrl_sync.transfer.verbs.devices import Choice
+    from jaxrl_sync.transfer.verbs.settings import VerbsSettings
+
+    v = config.sync.verbs
+    gid_index = None if v.gid_index < 0 else v.gid_index
+    return VerbsSettings(
+        choice=Choice(include=v.devices, exclude=v.exclude, gid_index=gid_index),
+        chunk_bytes=v.chunk_bytes,
+        ring=v.ring,
+        queue_pairs=v.queue_pairs,
+        timeout=v.timeout,
+        retries=v.retries,
+        traffic_class=v.traffic_class,
+    )
+
+
 def to_publisher(config: RunConfig) -> PublisherConfig:
     """How one trainer process publishes."""
     from jaxrl_sync.transfer.config import PublisherConfig
@@ -62,6 +81,7 @@ def to_publisher(config: RunConfig) -> PublisherConfig:
         timeout_s=s.timeout_s,
         hub_timeout_s=config.run.start_timeout_s,
         ttl_s=config.hub.ttl_s,
+        verbs=to_verbs(config),
     )
 
 
@@ -82,4 +102,5 @@ def to_subscriber(config: RunConfig, replica: int, rank: int) -> SubscriberConfi
         timeout_s=s.timeout_s,
         hub_timeout_s=config.run.start_timeout_s,
         ttl_s=config.hub.ttl_s,
+        verbs=to_verbs(config),
     )

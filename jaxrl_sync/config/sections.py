@@ -201,6 +201,18 @@ class LoopSection(Section):
     """Running rollouts that the next batch would make too stale: wait for them, or drop and count them."""
     drop_uniform_groups: bool = False
     """Filter groups whose rewards are all equal (they carry no gradient)."""
+    batch_by: Literal["groups", "samples"] = "groups"
+    """A batch is full with ``prompts_per_step`` groups, whatever they lost, or with as many samples."""
+    epochs: Positive | None = None
+    """Passes over a finite data set; without it the prompts go round until the steps are done."""
+    last_batch: Literal["short", "drop"] = "short"
+    """What becomes of the rest, too little for a batch, when the data ends before the steps do."""
+    engine_wait_s: Seconds = 120.0
+    """How long the loop goes on without a single engine that serves."""
+    task_timeout_s: Seconds = 60.0
+    """Deadline on one call of the task: a prompt, a step of an environment, the scores of a group."""
+    task_threads: Positive = 8
+    """Calls of the task that may run at once."""
     sampling: SamplingTable = SamplingTable()
 
 
@@ -251,6 +263,8 @@ class EvalSection(Section):
     prompts: Positive = 64
     samples: Positive = 1
     temperature: Annotated[float, Field(ge=0)] = 0.0
+    share: Fraction = 0.5
+    """Largest part of the permits and of the engines that evaluation takes while training goes on."""
     timeout_s: Seconds = 180.0
 
 
@@ -262,10 +276,31 @@ class TcpTable(Section):
     chunk_bytes: Annotated[int, Field(ge=4096, le=64 << 20)] = 1 << 20
 
 
+Names = Annotated[tuple[str, ...], Field(strict=False)]  # TOML has lists only
+
+
+class VerbsTable(Section):
+    """The RDMA transport; ``jaxrl-sync verbs`` shows what there is and what would be chosen."""
+
+    devices: Names = ()
+    """Only these, as ``mlx5_0``, ``mlx5_0:1`` or ``mlx5*``; empty: any with an active port."""
+    exclude: Names = ()
+    gid_index: Annotated[int, Field(ge=-1, le=255)] = -1
+    """-1: the best routable one."""
+    chunk_bytes: Annotated[int, Field(ge=4096, le=64 << 20)] = 1 << 20
+    ring: Annotated[int, Field(ge=2, le=1024)] = 16
+    """Chunks of registered memory per edge and side."""
+    queue_pairs: Annotated[int, Field(ge=1, le=64)] = 2
+    timeout: Annotated[int, Field(ge=1, le=31)] = 14
+    """4.096 us * 2^timeout per attempt."""
+    retries: Annotated[int, Field(ge=0, le=7)] = 6
+    traffic_class: Annotated[int, Field(ge=0, le=255)] = 0
+
+
 class SyncSection(Section):
     """How weights travel."""
 
-    transport: Literal["auto", "shm", "tcp"] = "auto"
+    transport: Literal["auto", "shm", "verbs", "tcp"] = "auto"
     payload: Literal["full"] = "full"
     every_steps: Positive = 1
     """Updates between two publishes."""
@@ -282,6 +317,7 @@ class SyncSection(Section):
     verify: bool = True
     """Check the state digest of every received version before it serves."""
     tcp: TcpTable = TcpTable()
+    verbs: VerbsTable = VerbsTable()
 
 
 class RunConfig(Section):
