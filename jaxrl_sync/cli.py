@@ -64,6 +64,10 @@ def _dispatch(words: list[str]) -> int:
         from jaxrl_sync.sharding.cli import main as plan_main
 
         return int(plan_main(words[1:]) or 0)
+    if words[:1] == ["verbs"]:
+        from jaxrl_sync.transfer.verbs.cli import main as verbs_main
+
+        return verbs_main(words[1:])
     options, rest = _parser().parse_known_args(words)
     command: str = options.command
     if command in ROLES:
@@ -97,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "plan", help="explain layouts and transfer plans (has its own --help)", add_help=False
     )
+    commands.add_parser("verbs", help="show RDMA devices and the choice (has its own --help)", add_help=False)
     return parser
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from jaxrl_sync.cli import main
+from jaxrl_sync.transfer.verbs.cli import describe, lines
 from jaxrl_sync.transfer.verbs.devices import Choice, Port, choose, scan
 from jaxrl_sync.transfer.verbs.errors import VerbsError
 
@@ -118,3 +121,21 @@ def test_empty_table_and_v1_only_are_named(tmp_path: Path) -> None:
 def test_infiniband_needs_no_address(tmp_path: Path) -> None:
     make(tmp_path, "a", [(LINK_LOCAL, "IB/RoCE v1", "")], layer="InfiniBand")
     assert choose(ports(tmp_path)).reason.endswith("GID 0: InfiniBand GID")
+
+
+def test_command_line_shows_ports_ranks_and_the_choice(tmp_path: Path) -> None:
+    make(tmp_path, "a", [(LINK_LOCAL, "IB/RoCE v1", "eth0"), (IPV4, "RoCE v2", "eth0")])
+    text = "\n".join(lines(describe(Choice(), tmp_path / "ib")))
+    assert "port       a:1 ACTIVE, Ethernet, 100 Gb/s, NUMA 0" in text
+    assert "GID 0   unusable RoCE v1 isn't routed" in text
+    assert "GID 1   rank 0   RoCE v2, 10.77.0.1 on eth0" in text
+    assert text.splitlines()[-1].startswith("chosen     a:1 (Ethernet")
+    assert "memlock" in text
+
+
+def test_command_line_without_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verbs", "--device", "nothing-like-this"]) == 3
+    out = capsys.readouterr().out
+    assert "chosen     none: no usable RDMA port" in out
+    assert main(["verbs", "--json"]) in (0, 3)
+    assert set(json.loads(capsys.readouterr().out)) >= {"library", "ports", "chosen", "memlock_bytes"}

@@ -1,0 +1,114 @@
+"""``jaxrl-sync verbs``: what RDMA this machine has, which port and GID would be chosen and why."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrl_sync.transfer.verbs.devices import Choice, Port, choose, rank, scan
+from jaxrl_sync.transfer.verbs.errors import VerbsError
+from jaxrl_sync.transfer.verbs.native import native
+
+_HUGE = Path("/sys/kernel/mm/hugepages")
+_PEER_MEMORY = ("nvidia_peermem", "nv_peer_mem", "ib_peer_mem")
+
+
+def describe(choice: Choice = Choice(), sysfs: Path | None = None) -> dict[str, Any]:  # noqa: B008
+    """Everything about verbs on this machine as JSON; what is missing is a text under ``error``."""
+    ports = scan(sysfs) if sysfs else scan()
+    found: dict[str, Any] = {
+        "library": _library(),
+        "memlock_bytes": _memlock(),
+        "huge_pages": _huge_pages(),
+        "peer_memory_modules": [m for m in _PEER_MEMORY if (Path("/sys/module") / m).exists()],
+        "ports": [_port(port, choice) for port in ports],
+    }
+    try:
+        found["chosen"] = {"reason": choose(ports, choice).reason}
+    except VerbsError as error:
+        found["chosen"] = {"error": str(error)}
+    return found
+
+
+def _library() -> dict[str, Any]:
+    try:
+        module = native()
+        return {"name": module.library_name(), "features": module.features()}
+    except VerbsError as error:
+        return {"error": str(error)}
+
+
+def _memlock() -> int | None:
+    """Bytes that may be locked; None without a limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _huge_pages() -> dict[str, int]:
+    """Free huge pages by size."""
+    return {
+        folder.name.removeprefix("hugepages-"): int((folder / "free_hugepages").read_text())
+        for folder in sorted(_HUGE.glob("hugepages-*"))
+    }
+
+
+def _port(port: Port, choice: Choice) -> dict[str, Any]:
+    gids = []
+    for gid in port.gids:
+        grade, reason = rank(gid, port, choice)
+        row = {"index": gid.index, "address": str(gid.address), "kind": gid.kind, "netdev": gid.netdev}
+        gids.append({**row, "rank": grade, "reason": reason})
+    return {
+        "name": port.name,
+        "state": port.state,
+        "link_layer": port.link_layer,
+        "rate_gbps": port.rate_gbps,
+        "lid": port.lid,
+        "numa": port.numa,
+        "gids": gids,
+    }
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """The same for people."""
+    library, limit = found["library"], found["memlock_bytes"]
+    if "error" in library:
+        out = [f"library    {library['error']}"]
+    else:
+        has = ", ".join(sorted(n for n, yes in library["features"].items() if yes)) or "nothing optional"
+        out = [f"library    {library['name']} ({has})"]
+    out.append(f"memlock    {'unlimited' if limit is None else f'{limit} bytes: registering more fails'}")
+    huge = ", ".join(f"{free} free of {size}" for size, free in found["huge_pages"].items())
+    out.append(f"huge pages {huge or 'none configured'}")
+    direct = ", ".join(found["peer_memory_modules"]) or "no peer memory module"
+    dmabuf = (
+        "dmabuf in the library" if library.get("features", {}).get("dmabuf") else "no dmabuf in the library"
+    )
+    out.append(f"GPU direct {direct}; {dmabuf}")
+    for port in found["ports"]:
+        numa = f", NUMA {port['numa']}" if port["numa"] >= 0 else ""
+        rate = f"{port['rate_gbps']:g} Gb/s"
+        out.append(f"port       {port['name']} {port['state']}, {port['link_layer']}, {rate}{numa}")
+        for gid in port["gids"]:
+            grade = "unusable" if gid["rank"] < 0 else f"rank {gid['rank']}"
+            out.append(f"  GID {gid['index']:<3} {grade:<8} {gid['reason']}")
+    chosen = found["chosen"]
+    out.append(f"chosen     {chosen.get('reason') or 'none: ' + chosen['error']}")
+    return out
+
+
+def main(words: Sequence[str]) -> int:
+    """Print it; 3 if there is no port to use."""
+    parser = argparse.ArgumentParser(prog="jaxrl-sync verbs", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--device", action="append", default=[], help="only this: mlx5_0, mlx5_0:1, mlx5*")
+    parser.add_argument("--exclude", action="append", default=[], help="not this")
+    parser.add_argument("--gid-index", type=int, help="instead of the best one")
+    parser.add_argument("--json", action="store_true", help="for programs and bug reports")
+    options = parser.parse_args(words)
+    found = describe(Choice(tuple(options.device), tuple(options.exclude), options.gid_index))
+    print(json.dumps(found, indent=2) if options.json else "\n".join(lines(found)))
+    return 3 if "error" in found["chosen"] or "error" in found["library"] else 0
