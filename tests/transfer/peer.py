@@ -49,6 +49,15 @@ def big_config(options: dict[str, Any]) -> Any:
     return dataclasses.replace(models.CONFIG, vocab_size=vocab)
 
 
+def verbs_of(options: dict[str, Any]) -> Any:
+    """Verbs settings with the device that the options name, if any."""
+    from jaxrl_sync.transfer.verbs.devices import Choice
+    from jaxrl_sync.transfer.verbs.settings import VerbsSettings
+
+    device = options.get("device")
+    return VerbsSettings(choice=Choice(include=(device,) if device else ()), chunk_bytes=16384, ring=4)
+
+
 def trainer(options: dict[str, Any]) -> None:
     """Commands: {"publish": number} and {"stats": 1}; trains (and donates) after each publish."""
     import jax
@@ -63,7 +72,9 @@ def trainer(options: dict[str, Any]) -> None:
     params = models.trainer_params(options.get("seed", 0), config)
     step = jax.jit(lambda p: jax.tree.map(lambda x: x * 1.01 + 0.001, p), donate_argnums=0)
     wanted = jax.jit(lambda p: qwen3.convert(p, config, 2, jnp.bfloat16))
-    settings = PublisherConfig(transport=options.get("transport", "auto"), ttl_s=options.get("ttl_s", 2.0))
+    settings = PublisherConfig(
+        transport=options.get("transport", "auto"), ttl_s=options.get("ttl_s", 2.0), verbs=verbs_of(options)
+    )
     with Publisher(options["hub"], params, token_file=options["token"], config=settings) as publisher:
         say(ready=os.getpid())
         for line in sys.stdin:
@@ -108,6 +119,7 @@ def engine(options: dict[str, Any]) -> None:
         transport=options.get("transport", "auto"),
         timeout_s=options.get("timeout_s", 10.0),
         ttl_s=options.get("ttl_s", 2.0),
+        verbs=verbs_of(options),
     )
     convert = lambda p: qwen3.convert(p, config, 2, jnp.bfloat16)  # noqa: E731
     target = qwen3.engine_abstract(config, grid)
