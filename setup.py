@@ -17,6 +17,7 @@ KERNELS = Extension(
     sources=["cext/kernelsmodule.c", "cext/copies.c", "cext/sums.c", "cext/parallel.c"],
     depends=["cext/kernels.h"],
     include_dirs=["cext"],
+    define_macros=[] if FREE_THREADED else [("Py_LIMITED_API", "0x030B0000")],
     extra_compile_args=["-std=gnu11", "-O3", "-Wall", "-Wextra", "-Werror", "-pthread"],
     extra_link_args=["-pthread"],
     optional=True,

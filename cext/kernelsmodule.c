@@ -1,6 +1,5 @@
 /* jaxrl_sync.sharding._kernels: the Python face of the CPU kernels. The caller has checked every extent;
  * here only sizes of the tables and indices of buffers are checked again. */
-#define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
