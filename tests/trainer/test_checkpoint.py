@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from jaxrl_sync.inference.checkpoint import load_trainer, save_trainer
@@ -43,6 +48,50 @@ def test_a_checkpoint_of_a_4x1_mesh_restores_bit_for_bit_on_2x2(tmp_path: Path) 
     assert same_bits(saved, (found, again)) and same_bits(saved[0], alone)
     for leaf, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(target), strict=True):
         assert leaf.sharding == wanted.sharding and leaf.committed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_a_checkpoint_of_a_4x1_mesh_restores_bit_for_bit_on_two_processes(tmp_path: Path) -> None:
+    """Every shard that each rank holds, read in its own process, against the state that was saved."""
+    step, state = build(trainer_config(1, 4, 1))
+    batch = packed(samples(6))
+    state, _, _ = step.update(state, step.zeros(), micros(step, batch), batch.num_valid_tokens)
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        checkpoints.save(state, _meta(1))
+    leaves = jax.tree.leaves(host(state))
+    covered = [np.zeros(leaf.shape, bool) for leaf in leaves]
+    for shards in _two_ranks(tmp_path / "c", tmp_path):
+        for name, raw in shards.items():
+            number, _, box = name.partition("|")
+            spans = [span.split(":") for span in box.split(",") if span]
+            index = tuple(slice(int(a), int(b)) for a, b in spans)
+            assert np.ascontiguousarray(leaves[int(number)][index]).tobytes() == raw.tobytes(), name
+            covered[int(number)][index] = True
+    assert all(mask.all() for mask in covered)
+
+
+def _two_ranks(folder: Path, out: Path) -> list[dict[str, Any]]:
+    """The shards of each rank of a two-process world that restores ``folder``."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    root = Path(__file__).resolve().parents[2]
+    base = [sys.executable, "-m", "tests.trainer.restore_child", str(folder), coordinator]
+    ranks = [
+        subprocess.Popen(
+            [*base, str(rank), str(out / f"{rank}.npz")], cwd=root, env=env, stderr=subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [rank.communicate(timeout=200)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    return [dict(np.load(out / f"{rank}.npz")) for rank in range(2)]
 
 
 def test_published_weights_make_the_same_first_state_on_any_mesh(tmp_path: Path) -> None:
