@@ -63,6 +63,7 @@ def to_verbs(config: RunConfig) -> VerbsSettings:
         timeout=v.timeout,
         retries=v.retries,
         traffic_class=v.traffic_class,
+        backend=v.backend,
     )
 
 

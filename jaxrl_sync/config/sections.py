@@ -295,6 +295,8 @@ class VerbsTable(Section):
     """4.096 us * 2^timeout per attempt."""
     retries: Annotated[int, Field(ge=0, le=7)] = 6
     traffic_class: Annotated[int, Field(ge=0, le=255)] = 0
+    backend: Literal["native", "pyverbs"] = "native"
+    """The C extension, or rdma-core's Python bindings (slower; on Debian for the system's Python)."""
 
 
 class SyncSection(Section):

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from jaxrl_sync.transfer.errors import DeadlineError, ProtocolError
 from jaxrl_sync.transfer.verbs.devices import Chosen, choose, scan
 from jaxrl_sync.transfer.verbs.errors import CompletionError, VerbsError
-from jaxrl_sync.transfer.verbs.native import native
+from jaxrl_sync.transfer.verbs.native import backend
 from jaxrl_sync.transfer.verbs.records import FLUSHED, SUCCESS, new_records, opcode_name
 from jaxrl_sync.transfer.verbs.settings import VerbsSettings
 
@@ -45,7 +45,7 @@ class Endpoint:
         """Open the chosen device and register the ring. VerbsError names what is missing."""
         self.settings, self.peer, self.chunk_bytes, self.ring = settings, peer, chunk_bytes, ring
         self.chosen = pick(settings)
-        module = native()
+        module = backend(settings.backend)
         self._status_text: Callable[[int], str] = module.status_text
         self._map = mmap.mmap(-1, ring * chunk_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         np.frombuffer(self._map, np.uint8)[:: mmap.PAGESIZE] = 0  # touched now, not in the first transfer

@@ -26,3 +26,12 @@ def native() -> ModuleType:
             0,
             f"the verbs extension was not built ({error}); reinstall with a C compiler or use shm or tcp",
         ) from error
+
+
+def backend(name: str) -> ModuleType:
+    """The module with the objects: ``native`` or ``pyverbs``. VerbsError if it can't be had."""
+    if name == "native":
+        return native()
+    if name == "pyverbs":
+        return importlib.import_module("jaxrl_sync.transfer.verbs.with_pyverbs")
+    raise VerbsError(0, f"verbs backend {name!r}, expected native or pyverbs")

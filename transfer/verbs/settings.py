@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from jaxrl_sync.transfer.verbs.devices import Choice
 
@@ -26,6 +27,7 @@ class VerbsSettings:
     traffic_class: int = 0
     service_level: int = 0
     hop_limit: int = 64
+    backend: Literal["native", "pyverbs"] = "native"
 
     def __post_init__(self) -> None:
         limits = {
