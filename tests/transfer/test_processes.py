@@ -282,6 +282,7 @@ def test_killed_hub_comes_back_and_syncs_go_on(tmp_path: Path, token_file: Path)
         hub.wait(10)
         if hub.stdout is not None:
             hub.stdout.close()
+        remove_leftovers(auth.run_id_of(auth.load_token(token_file)))
 
 
 def free_port() -> int:
