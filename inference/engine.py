@@ -279,7 +279,7 @@ class Engine:
     def _swap_failed(self, plan: StepPlan, error: SwapFailedError) -> StepOutput:
         """The weights of a swap could not be had: the rest of the plan runs on the old ones."""
         with self._wake:
-            if self._swap is not None:
+            if self._swap is not None and self._swap.version == plan.swap:
                 cause = error.__cause__
                 self._fail(self._swap.future, cause if isinstance(cause, Exception) else error)
                 self._swap = None

@@ -39,6 +39,7 @@ def _check_trainer_mesh(config: RunConfig) -> None:
     _divides("trainer.mesh.tp", t.mesh.tp, "model.num_heads", m.num_heads)
     _divides("trainer.mesh.tp", t.mesh.tp, "model.num_kv_heads", m.num_kv_heads)
     _divides("trainer.mesh.tp", t.mesh.tp, "model.d_ff", m.d_ff)
+    _divides("trainer.mesh.tp", t.mesh.tp, "model.vocab_size", m.vocab_size)
     _divides("trainer.mesh.fsdp", t.mesh.fsdp, "model.d_model", m.d_model)
     _divides("trainer.mesh dp x fsdp", t.mesh.dp * t.mesh.fsdp, "trainer.rows", t.rows)
 
@@ -50,6 +51,8 @@ def _check_engine_mesh(config: RunConfig) -> None:
     _divides(what, tp, "model.num_heads", m.num_heads)
     _divides(what, tp, "model.d_ff", m.d_ff)
     _divides(what, tp, "engine.slots", e.slots)
+    if not m.tied_embeddings:
+        _divides(what, tp, "model.vocab_size", m.vocab_size)
     if m.num_kv_heads % tp and tp % m.num_kv_heads:
         raise ConfigError(
             f"{what} = {tp} must divide or be a multiple of model.num_kv_heads={m.num_kv_heads}"

@@ -1,4 +1,4 @@
-"""What must hold before a run starts, beyond its config: the task exists and fits, ports are free."""
+"""What must hold before a run starts, beyond its config: rooms take it, the task fits, ports are free."""
 
 from __future__ import annotations
 
@@ -16,6 +16,19 @@ class PortError(UserError, OSError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+def check_rooms(config: RunConfig) -> None:
+    """Make every room's own settings, each of which refuses what it can't work with."""
+    from jaxrl_sync.config.convert import to_engine
+    from jaxrl_sync.orchestrator.config import loop_config
+    from jaxrl_sync.trainer.config import validate_loss
+    from jaxrl_sync.trainer.settings import loss_config, trainer_config
+
+    to_engine(config)
+    loop_config(config)
+    trainer_config(config)
+    validate_loss(config.loop.staleness_bound, loss_config(config))
 
 
 def check_task(config: RunConfig) -> None:

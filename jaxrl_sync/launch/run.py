@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jaxrl_sync.config import RunConfig, load, parse_overrides, render, save
 from jaxrl_sync.launch.commands import workers
-from jaxrl_sync.launch.preflight import check_ports, check_task
+from jaxrl_sync.launch.preflight import check_ports, check_rooms, check_task
 from jaxrl_sync.launch.rundir import create, locked
 from jaxrl_sync.launch.summary import describe_summary
 from jaxrl_sync.launch.supervisor import Outcome, Supervisor, read_json
@@ -28,6 +28,7 @@ def run(
 ) -> int:
     """Run the config with dotted ``overrides``; ``dry`` only prints it, resolved. Returns the exit code."""
     config = load(config_path, parse_overrides(overrides))
+    check_rooms(config)
     check_task(config)
     if dry:
         print(render(config), end="")

@@ -39,7 +39,7 @@ class EvalConfig:
     samples: int = 1
     timeout_s: float = 180.0
     share: float = 0.5
-    """Largest part of the permits that evaluation may hold while training waits for some."""
+    """Largest part of the permits and of the engines that evaluation may hold while training wants them."""
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)
 
 
@@ -97,7 +97,10 @@ class LoopConfig:
     def __post_init__(self) -> None:
         if self.max_in_flight and self.max_in_flight < max(self.group_size, self.eval.samples):
             largest = max(self.group_size, self.eval.samples)
-            raise LoopConfigError(f"max_in_flight={self.max_in_flight} can't hold one group of {largest}")
+            raise LoopConfigError(
+                f"loop.inflight_groups allows {self.max_in_flight} samples, which can't hold one group of "
+                f"{largest} (loop.group_size={self.group_size}, eval.samples={self.eval.samples})"
+            )
         if self.staleness_bound < self.publish_every - 1:
             raise LoopConfigError(
                 f"sync.every_steps={self.publish_every} needs loop.staleness_bound >= "
@@ -136,6 +139,12 @@ def loop_config(run: RunConfig) -> LoopConfig:
         filter_uniform=loop.drop_uniform_groups,
         normalize_std=run.loss.normalize_std,
         stale_policy=loop.stale_policy,
+        batch_by=loop.batch_by,
+        last_batch=loop.last_batch,
+        epochs=loop.epochs,
+        engine_wait_s=loop.engine_wait_s,
+        score_timeout_s=loop.task_timeout_s,
+        task_threads=loop.task_threads,
         checkpoint_every_steps=run.trainer.checkpoint_every_steps,
         pause_mode=run.sync.pause_mode,
         group_timeout_s=loop.group_timeout_s,
@@ -149,6 +158,7 @@ def loop_config(run: RunConfig) -> LoopConfig:
             prompts=run.eval.prompts,
             samples=run.eval.samples,
             timeout_s=run.eval.timeout_s,
+            share=run.eval.share,
             sampling=dataclasses.replace(train, temperature=run.eval.temperature),
         ),
     )

@@ -203,15 +203,22 @@ class Loop:
         await self.signal.until(
             self._has_last_version,
             tail_s,
-            lambda: f"version {self.policy.committed} on every engine: {self.engines.describe()}",
+            lambda: f"version {self._last_version()} on every engine: {self.engines.describe()}",
         )
-        self.eval_sink.trigger(self.policy.committed)
+        self.eval_sink.trigger(self._last_version())
         self.eval_sink.draining = True
         self.signal.notify()
 
+    def _last_version(self) -> int:
+        """The last number that is published: of the last update if the trainer knew that it was the last."""
+        committed = self.policy.committed
+        if self.train_sink.told_last:
+            return committed
+        return max(self._began_number, committed - committed % self.config.publish_every)
+
     def _has_last_version(self) -> bool:
         label = self.policy.label
-        return label is not None and label.number >= self.policy.committed and self.watcher.all_current()
+        return label is not None and label.number >= self._last_version() and self.watcher.all_current()
 
     async def _watch_stop(self) -> None:
         """Asked to stop: open nothing more, and let the step that is being trained be acknowledged."""

@@ -87,6 +87,8 @@ class TrainSink:
         self._keep = keep
         self._outbox: collections.deque[_Packed] = collections.deque()
         self.shipped_all = False
+        self.told_last = False
+        """Whether the trainer was told which batch is the last one; not if the data ended unexpectedly."""
         self.stopping = False
         self.sending = False
         self.done = False
@@ -119,7 +121,8 @@ class TrainSink:
             step, batch_s = self._book.step, time.monotonic() - waiting
             batch = self._book.cut()
             self._on_cut()
-            header = self._header(step, last=self._book.ended())
+            self.told_last = self._book.ended()
+            header = self._header(step, last=self.told_last)
             facts = _facts(step, batch, batch_s, policy_s)
             samples = [s for g in batch for s in _scored(g).samples]
             frames = await in_thread(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -133,11 +133,15 @@ class Checkpoints:
         )[item]
         return jax.tree.unflatten(jax.tree.structure(target), [found[name] for name in wanted])
 
-    def drop_after(self, number: int) -> None:
-        """Remove checkpoints later than ``number``: a resume from it makes them another history's."""
+    def drop_after(self, number: int, barrier: Callable[[], object] = lambda: None) -> None:
+        """Remove checkpoints later than ``number``: a resume from it makes them another history's.
+
+        All ranks of the world meet in ``barrier``, so that none still sees what rank 0 removes.
+        """
         for later in [n for n in self._manager.all_steps() if n > number]:
             if jax.process_index() == 0:
                 shutil.rmtree(self.folder / str(later), ignore_errors=True)
+        barrier()
         self._manager.reload()
 
     def close(self) -> None:

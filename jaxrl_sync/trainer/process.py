@@ -107,7 +107,7 @@ def start(
         target = train_state.abstract(model, settings, mesh)
         wanted = target.params if loss.needs_reference else None
         state, saved, reference = checkpoints.restore(target, reference=wanted)
-        checkpoints.drop_after(saved.version.number)
+        checkpoints.drop_after(saved.version.number, _barrier(context, world, "later checkpoints go"))
         meta = Meta(Version(lineage, saved.version.number), saved.version, saved.cursor)
     else:
         state = _first_state(context, world, model, mesh)

@@ -133,6 +133,32 @@ def test_a_task_that_only_raises_ends_the_run_with_its_cause(tmp_path: Path) -> 
         assert "BarrenError" in running.summary["cause"]
 
 
+@pytest.mark.invariant(23)
+def test_data_that_ends_early_ends_the_run_with_a_short_batch(tmp_path: Path) -> None:
+    with world(tmp_path) as (url, _, trainer):
+        args = {"size": 10, "max_new_tokens": 4}
+        running = Running(context(tmp_path, url, task={"args": args}, loop={"epochs": 1}, run={"steps": 99}))
+        running.join(60)
+        assert [len(unpack(f.fields)) for f in trainer.frames] == [12, 12, 12, 4]
+        assert [f.header.last for f in trainer.frames] == [False, False, False, True]
+        assert running.rows("eval")[-1]["version"] == 4 and running.summary["cause"] == "done"
+
+
+@pytest.mark.invariant(23)
+@pytest.mark.invariant(29)
+def test_data_whose_last_prompt_fails_ends_the_run_at_the_last_published_version(tmp_path: Path) -> None:
+    last = DataSource(7, 0).at(6).item
+    with world(tmp_path, publish_every=3) as (url, engines, trainer):
+        args = {"size": 7, "max_new_tokens": 4, "score_raises": str(last)}
+        loop = {"epochs": 1, "pipeline_depth": 1}
+        case = context(tmp_path, url, task={"args": args}, loop=loop, sync={"every_steps": 3})
+        running = Running(case)
+        running.join(60)
+        assert [f.header.last for f in trainer.frames] == [False, False], "nobody could know"
+        assert running.summary["cause"] == "done" and running.summary["flow"]["prompts_given_up"] == 1
+        assert [e.version.number for e in engines if e.version] == [0, 0]
+
+
 def test_an_empty_data_set_is_one_clear_error(tmp_path: Path) -> None:
     with world(tmp_path) as (url, _, _trainer):
         running = Running(context(tmp_path, url, task={"args": {"size": 0}}))
