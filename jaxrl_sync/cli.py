@@ -7,6 +7,7 @@ deadline passed; 130 interrupted. A failure is one line on stderr. Imports are l
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import sys
@@ -54,9 +55,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if not _is_resource(error):
+            raise
+        where = "" if error.filename is None else f"{error.filename}: "
+        print(f"{ERROR_PREFIX}{where}{error.strerror}", file=sys.stderr)
+        return 3
     except KeyboardInterrupt:
         print(ERROR_PREFIX + "interrupted", file=sys.stderr)
         return 130
+
+
+def _is_resource(error: OSError) -> bool:
+    """Whether the user's disk is at fault: a path that can't be used as asked, or no room left."""
+    return error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def _dispatch(words: list[str]) -> int:

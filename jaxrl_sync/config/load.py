@@ -111,6 +111,8 @@ def _one_line(error: ValidationError) -> str:
         return _unknown_key(where) + more
     if kind == "missing":
         return f"{'.'.join(where)} is missing" + more
+    if kind in ("model_type", "dict_type"):
+        return f"{'.'.join(where)}: found {first['input']!r}; input should be a table" + more
     return f"{'.'.join(where)}: found {first['input']!r}; {_lower(first['msg'])}" + more
 
 

@@ -29,7 +29,7 @@ class Section(BaseModel):
 class RunSection(Section):
     """The run as a whole and how it is supervised."""
 
-    name: str = "run"
+    name: Annotated[str, Field(pattern=r"^\w[\w.+-]*$")] = "run"
     """Prefix of the automatic run directory ``<root>/<name>-<date>-<time>``."""
     root: str = "runs"
     seed: NonNegative = 0

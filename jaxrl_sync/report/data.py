@@ -16,7 +16,7 @@ Row = dict[str, Any]
 class ReportError(UserError):
     """The directory is not one of a run."""
 
-    exit_code = 3
+    exit_code = 2
 
 
 @dataclasses.dataclass(frozen=True)

@@ -61,6 +61,8 @@ BAD = [
     (["--loop.inflight_groups", "1", "--eval.samples", "99"], 2, "can't hold one group of 99"),
     (["--trainer.schedule", "cosine", "--trainer.warmup_steps", "9999"], 2, "for a cosine schedule"),
     (["--steps", "1"], 2, "unexpected argument '--steps'; overrides look like --section.key value"),
+    (["--run.name", "../up"], 2, "run.name: found '../up'; string should match pattern"),
+    (["--trainer.mesh", "2x2"], 2, "trainer.mesh: found '2x2'; input should be a table"),
     (["--run.steps"], 2, "override --run.steps has no value"),
 ]
 
@@ -84,7 +86,10 @@ BAD_COMMANDS = [
     (["trainer"], 2, "trainer needs --run-dir"),
     (["status", "/"], 2, "/ is not a run directory"),
     (["run", ADDITION, "--resume"], 2, "--resume needs --run-dir"),
-    (["report", "/no/such/run"], 3, "/no/such/run"),
+    (["report", "/no/such/run"], 2, "/no/such/run is not a run directory"),
+    (["run", ADDITION, "--run.root", ADDITION], 3, f"{ADDITION}: File exists"),
+    (["run", ADDITION, "--run-dir", f"{ADDITION}/x"], 3, "addition/run.toml/x: Not a directory"),
+    (["run", ADDITION, "--run-dir", "/proc/self/x"], 3, "/proc/self/x: "),
 ]
 
 

@@ -99,5 +99,5 @@ def test_the_command_writes_the_page_without_jax(run_dir: Path, capsys: pytest.C
 def test_a_directory_that_is_not_a_run_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["report", str(tmp_path)]) == 3
+    assert main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
