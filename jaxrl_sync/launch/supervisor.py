@@ -71,7 +71,7 @@ class Supervisor:
         self._workers = [Worker(spec, run_dir) for spec in specs]
         self._view = view
         self._shm_prefix = shm_prefix
-        self._interrupts = 0
+        self._interrupts = self._patience = 0
         self._hub_port: int | None = None
         self._stopwatch = StopWatch(settings.stopped_timeout_s)
 
@@ -199,7 +199,11 @@ class Supervisor:
             raise RunEnded(Outcome(_exit_code(end), end.cause))
 
     def _drain(self, outcome: Outcome) -> None:
-        """SIGTERM, then SIGKILL after the grace time; the orchestrator first unless the run has failed."""
+        """SIGTERM, then SIGKILL after the grace time; the orchestrator first unless the run has failed.
+
+        A further interrupt at any stage ends the waiting of this and of all later stages.
+        """
+        self._patience = self._interrupts
         if outcome.code in (0, INTERRUPTED):
             self._stop(self._of("orchestrator"))
             self._stop([w for w in self._workers if w.spec.role not in ("orchestrator", "hub")])
@@ -208,19 +212,23 @@ class Supervisor:
             self._stop(self._workers)
 
     def _stop(self, workers: Sequence[Worker]) -> None:
-        """Ends early on a second interrupt."""
-        interrupts = self._interrupts
         for worker in workers:
             worker.terminate()
         deadline = time.monotonic() + self._settings.grace_s
-        while time.monotonic() < deadline and self._interrupts == interrupts:
+        while time.monotonic() < deadline and self._interrupts == self._patience:
             if all(worker.done() for worker in workers):
                 return
             self._view.update(read_json(self._run_dir / "progress.json"))
             time.sleep(POLL_S / 2)
         for worker in workers:
             if not worker.done():
-                self._event("kill", worker.name, f"still alive {self._settings.grace_s:g} s after SIGTERM")
+                hurried = self._interrupts > self._patience
+                why = (
+                    "interrupted again"
+                    if hurried
+                    else f"still alive {self._settings.grace_s:g} s after SIGTERM"
+                )
+                self._event("kill", worker.name, why)
             worker.kill()
 
     def _of(self, role: str) -> list[Worker]:

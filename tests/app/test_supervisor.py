@@ -159,6 +159,18 @@ def test_interrupt_drains_the_orchestrator_first(tmp_path: Path) -> None:
     assert (order[0], order[-1], sorted(order[1:3])) == ("orchestrator", "hub", ["engine-0", "trainer-0"])
 
 
+def test_a_second_interrupt_kills_all_at_once_whatever_stage_the_first_has_reached(tmp_path: Path) -> None:
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nannounce()\nprogress(1)\ntime.sleep(600)\n"
+    for after_s in (1.5, 2.5):
+        threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT)).start()
+    begin = time.monotonic()
+    outcome = supervise(tmp_path, run_of(tmp_path, deaf, deaf, deaf, deaf), grace_s=30.0)
+    assert outcome == Outcome(130, "interrupted")
+    assert time.monotonic() - begin < 15
+    kills = {e["process"]: e["detail"] for e in events(tmp_path) if e["event"] == "kill"}
+    assert kills == dict.fromkeys(("orchestrator", "trainer-0", "engine-0", "hub"), "interrupted again")
+
+
 def test_what_ignores_sigterm_is_killed_after_the_grace_time(tmp_path: Path) -> None:
     deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nannounce()\ntime.sleep(600)\n"
     begin = time.monotonic()
