@@ -69,9 +69,11 @@ class LiveView:
         for key, label, form in _FIELDS:
             if progress.get(key) is not None:
                 table.add_row(label, form.format(progress[key]))
-        head = f"{self._title}   step {step} of {steps}   {progress.get('phase', 'starting')}"
-        bar = ProgressBar(total=steps, completed=step, width=60)
-        self._live.update(Group(Text(head), bar, table), refresh=True)
+        head = f"step {step} of {steps}   {progress.get('phase', 'starting')}   {self._title}"
+        bar = Table.grid()  # a bare bar ends no line
+        bar.add_row(ProgressBar(total=steps, completed=step, width=min(60, self._live.console.width)))
+        title = Text(head, no_wrap=True, overflow="ellipsis")
+        self._live.update(Group(title, bar, table), refresh=True)
 
     def note(self, text: str) -> None:
         """Print one event above the table."""

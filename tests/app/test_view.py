@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from jaxrl_sync.launch.summary import describe_summary, histogram
 from jaxrl_sync.launch.view import PlainView, describe, open_view
 
@@ -47,14 +49,15 @@ def test_a_pipe_gets_plain_lines(tmp_path: Path) -> None:
     assert isinstance(open_view(tmp_path, io.StringIO()), PlainView)
 
 
-def test_a_terminal_gets_the_live_table() -> None:
+def on_a_terminal(columns: int) -> str:
+    """What a terminal of that width gets to see, without its escape sequences."""
     program = "import sys, pathlib\nfrom jaxrl_sync.launch.view import LiveView, open_view\n"
     program += "view = open_view(pathlib.Path('runs/x'))\nassert isinstance(view, LiveView)\n"
     program += (
         f"view.update(None)\nview.note('engine-0: [restarted]')\nview.update({PROGRESS!r})\nview.close()\n"
     )
     leader, follower = pty.openpty()
-    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}
+    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": "30"}
     done = subprocess.run(
         [sys.executable, "-c", program], stdout=follower, stderr=subprocess.PIPE, env=env, timeout=60
     )
@@ -62,8 +65,21 @@ def test_a_terminal_gets_the_live_table() -> None:
     text = re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", os.read(leader, 65536).decode())
     os.close(leader)
     assert done.returncode == 0, done.stderr
-    assert "runs/x   step 7 of 20   running" in text
+    return text
+
+
+def test_a_terminal_gets_the_live_table() -> None:
+    text = on_a_terminal(100)
+    assert "step 7 of 20   running   runs/x" in text
     assert "tokens/s" in text and "1234" in text and "engine-0: [restarted]" in text
+
+
+@pytest.mark.parametrize("columns", [24, 100])
+def test_every_part_of_the_live_table_has_its_own_lines(columns: int) -> None:
+    lines = [line.rstrip() for line in on_a_terminal(columns).splitlines()]
+    head = max(i for i, line in enumerate(lines) if line.startswith("step 7 of 20"))
+    assert set(lines[head + 1]) <= set("━╸╺ ") and len(lines[head + 1]) <= columns
+    assert [line.split()[0] for line in lines[head + 2 : head + 4]] == ["version", "reward"]
 
 
 def test_the_summary_names_what_the_issue_of_a_run_is() -> None:
