@@ -79,8 +79,13 @@ def _find(name: str) -> Any:
     if not attribute:
         raise TaskError(f"unknown task {name!r}, expected one of {', '.join(task_names())} or module:Class")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        found = importlib.import_module(module)
     except ModuleNotFoundError as e:
-        raise TaskError(f"task {name!r} needs the module {e.name!r}, which is not installed") from e
-    except AttributeError as e:
-        raise TaskError(f"module {module!r} has no task {attribute!r}") from e
+        raise TaskError(
+            f"task {name!r} needs the module {e.name!r}, which is neither installed nor on PYTHONPATH"
+        ) from e
+    except Exception as e:  # a user's module may raise whatever it likes
+        raise TaskError(f"task {name!r}: import of {module!r} raised {type(e).__name__}: {e}") from e
+    if not hasattr(found, attribute):
+        raise TaskError(f"module {module!r} has no task {attribute!r}")
+    return getattr(found, attribute)

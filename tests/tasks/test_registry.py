@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +47,24 @@ def test_what_cannot_be_made_is_one_clear_line(name: str, args: dict[str, Any], 
     with pytest.raises(TaskError, match=message) as e:
         make_task(name, args)
     assert e.value.exit_code == 2 and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("class T(\n", "import of 'own_task' raised SyntaxError"),
+        ("import os\nos.nothing\n", "import of 'own_task' raised AttributeError: module 'os' has no"),
+        ("import no_such_package\n", "needs the module 'no_such_package', which is neither installed nor on"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_one_clear_line(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_task.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(TaskError, match=message) as e:
+        make_task("own_task:T")
+    assert "\n" not in str(e.value)
 
 
 def test_an_integer_serves_where_a_float_is_wanted() -> None:
