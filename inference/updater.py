@@ -173,9 +173,14 @@ class Updater:
         update, prepared = self._prepared_update(wanted, deadline)
         self._held = (update, prepared)
         t0, began = time.time(), time.monotonic()
-        with self._standing_still(mode, deadline):
-            remaining = max(0.0, deadline - time.monotonic())
-            report = self._wait(self._engine.request_swap(update.version, update.swap, remaining))
+        try:
+            with self._standing_still(mode, deadline):
+                remaining = max(0.0, deadline - time.monotonic())
+                report = self._wait(self._engine.request_swap(update.version, update.swap, remaining))
+        except (EngineError, TransferError) as error:
+            if not isinstance(error, SwapTimeoutError):  # after a timeout it is still good
+                self._drop_held(f"its swap failed: {error}")
+            raise
         self._held = None
         if mode != "keep":
             report = dataclasses.replace(report, pause_s=time.monotonic() - began)
@@ -211,8 +216,7 @@ class Updater:
         if self._held is not None:
             if wanted is None or _serves(self._held[0].version, wanted):
                 return self._held
-            self._held[0].discard(f"{wanted} is wanted")
-            self._held = None
+            self._drop_held(f"{wanted} is wanted")
         cause: Exception | None = None
         while not self._closing.is_set():
             left = deadline - time.monotonic()
@@ -230,6 +234,11 @@ class Updater:
                 log.warning("preparing %s: %s", update.version, error)
                 cause = error
         raise NotServingError("the engine is closing")
+
+    def _drop_held(self, reason: str) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            held[0].discard(reason)
 
     def _prepare(self, update: Update, timeout_s: float) -> Prepared:
         self._on_prepare()

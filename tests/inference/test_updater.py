@@ -14,7 +14,7 @@ from jaxrl_sync.inference.errors import EngineError, NotServingError, SwapTimeou
 from jaxrl_sync.inference.front import EngineState, SwapReport
 from jaxrl_sync.inference.request import PauseMode
 from jaxrl_sync.inference.updater import Shadow, SwapPolicy, Updater
-from jaxrl_sync.transfer.errors import MismatchError
+from jaxrl_sync.transfer.errors import MismatchError, TransferError
 from jaxrl_sync.transfer.subscriber import Prepared
 from jaxrl_sync.transfer.version import Version
 
@@ -68,6 +68,7 @@ class EngineDouble:
         self.state: EngineState = "ready"
         self.trees: list[Any] = []
         self.pinned = self.endless = False
+        self.broken: TransferError | None = None
         self.log: list[str] = []
 
     def pause(self, mode: PauseMode) -> Future[EngineState]:
@@ -87,6 +88,9 @@ class EngineDouble:
         future: Future[SwapReport] = Future()
         if self.pinned:
             future.set_exception(SwapTimeoutError("pinned groups were still running"))
+            return future
+        if self.broken is not None:
+            future.set_exception(self.broken)
             return future
         self.log.append(f"swap {version.number}")
         self.trees.append(take())
@@ -206,6 +210,18 @@ def test_generation_stands_still_for_the_swap_alone_and_goes_on_whatever_comes_o
     with pytest.raises(SwapTimeoutError, match=f"pause mode {mode}"):
         rig.updater.swap(v(2), 0.3, mode).result(5)
     assert rig.engine.log == ["prepare 2", f"pause {mode}", "resume", f"pause {mode}", "resume"]
+
+
+@pytest.mark.invariant(32)
+def test_what_could_not_be_swapped_in_is_prepared_again(rig: Rig) -> None:
+    rig.first()
+    rig.offers.newest, rig.engine.broken = v(1), TransferError("version a:1 isn't prepared")
+    with pytest.raises(TransferError, match="isn't prepared"):
+        rig.updater.swap(v(1), 5).result(5)
+    assert rig.updater.prepared is None and rig.engine.version == v(0)
+    rig.engine.broken = None
+    assert rig.updater.swap(v(1), 5).result(5)["number"] == 1
+    assert rig.offers.log == ["prepare 0", "prepare 1", "discard 1", "prepare 1"]
 
 
 def test_a_pause_that_somebody_else_asked_for_outlives_a_swap(rig: Rig) -> None:
