@@ -186,6 +186,22 @@ def test_a_newer_swap_replaces_one_that_waits() -> None:
         assert second.result(0).version == engine.version == V2
 
 
+def test_a_swap_that_fails_after_it_was_replaced_leaves_its_successor_alone() -> None:
+    with make_engine(SMALL) as engine:
+        successors = []
+
+        def take() -> Any:
+            successors.append(engine.install(engine_weights(2, tp_mesh()), V2))
+            raise OSError("segment is gone")
+
+        first = engine.request_swap(V1, take)
+        engine.step()
+        engine.step()
+        with pytest.raises(EngineError, match="replaced by test:2"):
+            first.result(0)
+        assert successors[0].result(0).version == engine.version == V2
+
+
 def test_two_lineages_in_one_sample_are_both_named() -> None:
     with make_engine(SMALL) as engine:
         handle = engine.submit(ask("a", max_tokens=4))
