@@ -55,7 +55,8 @@ def verbs_of(options: dict[str, Any]) -> Any:
     from jaxrl_sync.transfer.verbs.settings import VerbsSettings
 
     device = options.get("device")
-    return VerbsSettings(choice=Choice(include=(device,) if device else ()), chunk_bytes=16384, ring=4)
+    choice = Choice(include=(device,) if device else ())
+    return VerbsSettings(choice, chunk_bytes=16384, ring=4, backend=options.get("backend", "native"))
 
 
 def trainer(options: dict[str, Any]) -> None:

@@ -123,7 +123,7 @@ def test_infiniband_needs_no_address(tmp_path: Path) -> None:
     assert choose(ports(tmp_path)).reason.endswith("GID 0: InfiniBand GID")
 
 
-def test_command_line_shows_ports_ranks_and_the_choice(tmp_path: Path) -> None:
+def test_command_line_shows_ports_ranks_and_the_choice(fake_path: str, tmp_path: Path) -> None:
     make(tmp_path, "a", [(LINK_LOCAL, "IB/RoCE v1", "eth0"), (IPV4, "RoCE v2", "eth0")])
     text = "\n".join(lines(describe(Choice(), tmp_path / "ib")))
     assert "port       a:1 ACTIVE, Ethernet, 100 Gb/s, NUMA 0" in text
@@ -133,7 +133,7 @@ def test_command_line_shows_ports_ranks_and_the_choice(tmp_path: Path) -> None:
     assert "memlock" in text
 
 
-def test_command_line_without_devices(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_without_devices(fake_path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verbs", "--device", "nothing-like-this"]) == 3
     out = capsys.readouterr().out
     assert "chosen     none: no usable RDMA port" in out

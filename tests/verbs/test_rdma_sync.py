@@ -50,8 +50,10 @@ class Peer:
     """A trainer or engine process of tests/transfer/peer.py."""
 
     def __init__(self, role: str, devices: int, **options: Any) -> None:
+        bindings = options.pop("bindings")
         env = {
             **os.environ,
+            "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), bindings]),
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         }
@@ -85,10 +87,26 @@ class Peer:
         self.process.communicate()
 
 
-def test_versions_arrive_bit_for_bit_between_processes(hub: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ("native", "native"),
+        *[
+            pytest.param(*pair, marks=pytest.mark.full)
+            for pair in [("native", "pyverbs"), ("pyverbs", "native"), ("pyverbs", "pyverbs")]
+        ],
+    ],
+)
+def test_versions_arrive_bit_for_bit_between_processes(
+    hub: str, tmp_path: Path, left: str, right: str
+) -> None:
+    bindings = tmp_path / "bindings"  # nothing else of Debian's Python may come before the environment's own
+    bindings.mkdir()
+    (bindings / "pyverbs").symlink_to("/usr/lib/python3/dist-packages/pyverbs")
     shared = {"hub": hub, "token": str(tmp_path / "token"), "transport": "verbs", "ttl_s": SLOW_S}
-    trainer = Peer("trainer", 4, device="rxe0", lineage="a", **shared)
-    engine = Peer("engine", 2, device="rxe1", engine="e", timeout_s=SLOW_S, **shared)
+    shared["bindings"] = str(bindings)
+    trainer = Peer("trainer", 4, device="rxe0", lineage="a", backend=left, **shared)
+    engine = Peer("engine", 2, device="rxe1", engine="e", timeout_s=SLOW_S, backend=right, **shared)
     try:
         trainer.expect("ready")
         engine.expect("ready")

@@ -53,7 +53,7 @@ def _named(what: str) -> Iterator[None]:
 
 def status_text(status: int) -> str:
     """Words for a completion status."""
-    from pyverbs.utils import wc_status_to_str
+    from pyverbs.cq import cqe_status_to_str
 
     return str(wc_status_to_str(status))
 
