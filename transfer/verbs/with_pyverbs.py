@@ -55,7 +55,7 @@ def status_text(status: int) -> str:
     """Words for a completion status."""
     from pyverbs.cq import cqe_status_to_str
 
-    return str(wc_status_to_str(status))
+    return str(cqe_status_to_str(status))
 
 
 class Context:
