@@ -211,6 +211,9 @@ class Engine:
             for future in self._standing:
                 settle(future, "closed")
             self._standing.clear()
+            deliveries, self._deliveries = self._deliveries, []  # of a step that raised in the middle
+        for deliver in deliveries:
+            deliver()
 
     def __enter__(self) -> Engine:
         return self

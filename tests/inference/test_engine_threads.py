@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from jaxrl_sync.inference.errors import NotServingError
 from jaxrl_sync.inference.front import Handle
 from jaxrl_sync.inference.request import GroupResult
 from jaxrl_sync.transfer.version import Version
@@ -87,3 +88,24 @@ def check_samples(results: list[GroupResult], finished: int, generated: int) -> 
         assert list(s.versions) == sorted(s.versions)
     assert sum(len(s.tokens) for s in samples) == generated
     assert {s.finish_reason for s in samples} <= {"length", "abort", "timeout"}
+
+
+def test_a_sample_that_ended_in_a_step_that_raised_still_reaches_its_owner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with make_engine(SMALL) as engine:
+        late = engine.submit(ask("late", max_tokens=8, timeout_s=0.05))
+        other = engine.submit(ask("other", max_tokens=8))
+        engine.step()
+        time.sleep(0.1)
+
+        def execute(plan: object) -> None:
+            raise RuntimeError("the device is gone")
+
+        monkeypatch.setattr(engine._runner, "execute", execute)
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            engine.step()
+        engine.close()
+        assert late.result(0).samples[0].finish_reason == "timeout"
+        with pytest.raises(NotServingError):
+            other.result(0)
