@@ -325,7 +325,8 @@ def test_a_trainer_world_of_two_processes_feeds_an_engine_of_two_processes(cast:
 def test_one_dead_rank_ends_the_round_of_its_whole_engine(cast: Cast) -> None:
     trainer = cast.trainer("a")
     world: dict[str, Any] = {"coordinator": f"127.0.0.1:{free_port()}", "size": 2, "timeout_s": 4.0}
-    engines = [cast.engine("x", 1, rank=r, **world) for r in range(2)]
+    # a lease longer than a publish on a busy machine takes: without the stopped rank nothing would be offered
+    engines = [cast.engine("x", 1, rank=r, ttl_s=30.0, **world) for r in range(2)]
     for peer in (trainer, *engines):
         peer.expect("ready")
     trainer.publish(0)
