@@ -144,6 +144,7 @@ def _role(options: argparse.Namespace, rest: list[str]) -> int:
     from jaxrl_sync.config import load, parse_overrides
     from jaxrl_sync.config.process import ProcessContext
     from jaxrl_sync.launch.commands import process_name
+    from jaxrl_sync.launch.environment import role_environment
     from jaxrl_sync.launch.roles import run_role
 
     role: str = options.command
@@ -162,6 +163,8 @@ def _role(options: argparse.Namespace, rest: list[str]) -> int:
         raise UsageError(f"--rank {rank}: expected 0 to {world_size - 1} ({role}.processes={world_size})")
     if world_size > 1 and options.coordinator is None:
         raise UsageError(f"{role}.processes={world_size} needs --coordinator HOST:PORT")
+    if section is not None:  # before jax is imported; the supervisor's children have it already
+        os.environ.update(role_environment(os.environ, section))
     context = ProcessContext(
         role=role,
         name=process_name(role, replica, rank),

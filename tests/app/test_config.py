@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from jaxrl_sync.cli import main
 from jaxrl_sync.config import ConfigError, RunConfig, load, parse_overrides, render, save, toml
 from jaxrl_sync.config.convert import to_decoder, to_engine, to_publisher, to_subscriber
+from jaxrl_sync.config.process import ProcessContext
 from jaxrl_sync.orchestrator.config import loop_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,6 +105,28 @@ def test_a_bad_command_is_one_line_and_a_documented_code(
     err = capsys.readouterr().err
     assert err.startswith("jaxrl-sync: error: ") and err.count("\n") == 1
     assert message in err
+
+
+@pytest.mark.parametrize(("role", "devices"), [("trainer", 4), ("engine", 2)])
+def test_a_role_started_by_hand_gets_the_devices_of_its_section(
+    role: str, devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    contexts: list[ProcessContext] = []
+
+    def play(context: ProcessContext) -> int:
+        contexts.append(context)
+        return 0
+
+    monkeypatch.setattr("jaxrl_sync.launch.roles.run_role", play)
+    assert main([role, "--run-dir", str(tmp_path), "--config", ADDITION]) == 0
+    assert [context.name for context in contexts] == [f"{role}-0"]
+    assert os.environ["JAX_PLATFORMS"] == "cpu"
+    assert os.environ["XLA_FLAGS"].split() == [
+        "--xla_cpu_enable_fast_math=false",
+        f"--xla_force_host_platform_device_count={devices}",
+    ]
 
 
 def test_a_port_in_use_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
