@@ -13,7 +13,7 @@ import json
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -28,7 +28,7 @@ from jaxrl_sync.launch.worker import Exit, Worker, WorkerSpec
 POLL_S = 0.1
 SETTLE_S = 1.0
 """After the orchestrator failed: time for the death that it may be reacting to to become visible."""
-INTERRUPTED, PEER_DIED = 130, 4
+INTERRUPTED, PEER_DIED, MISSING = 130, 4, 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +68,7 @@ class Supervisor:
     ) -> None:
         self._settings = settings
         self._run_dir = run_dir
+        self._events = run_dir / "events.jsonl"
         self._workers = [Worker(spec, run_dir) for spec in specs]
         self._view = view
         self._shm_prefix = shm_prefix
@@ -119,6 +120,7 @@ class Supervisor:
 
     def _look_once(self, watchdog: Watchdog) -> None:
         self._check_interrupt()
+        self._check_run_dir()
         self._check_stopped()
         for worker in self._others("orchestrator"):
             self._check_worker(worker)
@@ -135,6 +137,13 @@ class Supervisor:
     def _check_interrupt(self) -> None:
         if self._interrupts:
             raise RunEnded(Outcome(INTERRUPTED, "interrupted"))
+
+    def _check_run_dir(self) -> None:
+        """Whoever deleted the directory took the results with it: going on would be in vain."""
+        if not self._events.exists():
+            raise RunEnded(
+                Outcome(MISSING, f"run directory {self._run_dir} was deleted or emptied in mid-run")
+            )
 
     def _check_stopped(self) -> None:
         """SIGKILL what stays stopped (a stopped rank hangs its world silently); its death is seen next."""
@@ -246,7 +255,7 @@ class Supervisor:
 
     def _event(self, event: str, process: str, detail: str = "") -> None:
         row = {"t": time.time(), "event": event, "process": process, "detail": detail}
-        with (self._run_dir / "events.jsonl").open("a", encoding="utf8") as file:
+        with suppress(FileNotFoundError), self._events.open("a", encoding="utf8") as file:
             file.write(json.dumps(row) + "\n")
         if event not in ("start", "exit"):
             self._view.note(f"{process}: {detail}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -169,6 +170,16 @@ def test_a_second_interrupt_kills_all_at_once_whatever_stage_the_first_has_reach
     assert time.monotonic() - begin < 15
     kills = {e["process"]: e["detail"] for e in events(tmp_path) if e["event"] == "kill"}
     assert kills == dict.fromkeys(("orchestrator", "trainer-0", "engine-0", "hub"), "interrupted again")
+
+
+def test_a_run_directory_that_vanishes_ends_the_run(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    threading.Timer(1.5, shutil.rmtree, (run_dir,), {"ignore_errors": True}).start()
+    begin = time.monotonic()
+    outcome = supervise(run_dir, run_of(run_dir, orchestrator=WAIT))
+    assert outcome == Outcome(3, f"run directory {run_dir} was deleted or emptied in mid-run")
+    assert time.monotonic() - begin < 10
 
 
 def test_what_ignores_sigterm_is_killed_after_the_grace_time(tmp_path: Path) -> None:
