@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Record results where ``--verification`` asks for it."""
     path = config.getoption("--verification")
     if path:
-        config.pluginmanager.register(verification.Recorder(Path(path), test_seed()), "verification")
+        config.pluginmanager.register(verification.Recorder(Path(path), share_seed()), "verification")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out: list[pytest.Item] = []
     for item in items:
         full = item.get_closest_marker("full") is not None and not config.getoption("--all-full")
-        keep = not full or verification.is_chosen(test_seed(), item.nodeid, FULL_SHARE)
+        keep = not full or verification.is_chosen(share_seed(), item.nodeid, FULL_SHARE)
         (chosen if keep else left_out).append(item)
         if item.get_closest_marker("gpu") is not None and not Path("/dev/nvidia0").exists():
             item.add_marker(pytest.mark.skip(reason="needs one GPU: /dev/nvidia0 does not exist"))
@@ -51,9 +51,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_report_header() -> str:
     """The seed that chose the share of long sizes."""
-    return f"seed of the share of long sizes: {test_seed()} (JAXRL_SYNC_TEST_SEED)"
+    return f"seed of the share of long sizes: {share_seed()} (JAXRL_SYNC_TEST_SEED)"
 
 
-def test_seed() -> str:
+def share_seed() -> str:
     """What chooses the share; ``./dev test`` sets it to the commit."""
     return os.environ.get("JAXRL_SYNC_TEST_SEED", "0")
