@@ -80,7 +80,9 @@ def _dispatch(words: list[str]) -> int:
         from jaxrl_sync.transfer.verbs.cli import main as verbs_main
 
         return verbs_main(words[1:])
+    overrides, words = _split_overrides(words)
     options, rest = _parser().parse_known_args(words)
+    rest = [*overrides, *rest]
     command: str = options.command
     if command in ROLES:
         return _role(options, rest)
@@ -93,6 +95,23 @@ def _dispatch(words: list[str]) -> int:
     if command == "report":
         return _report(options)
     return _status(options)
+
+
+def _split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
+    """Overrides with their values, and the rest: argparse would take a value for a positional argument."""
+    overrides: list[str] = []
+    rest: list[str] = []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        name, equals, _ = word.partition("=")
+        if not (name.startswith("--") and "." in name):
+            rest.append(word)
+            continue
+        overrides.append(word)
+        if not equals and left and not left[0].startswith("--"):
+            overrides.append(left.pop(0))
+    return overrides, rest
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -83,6 +83,8 @@ def test_a_bad_config_is_one_line_and_a_documented_code(
 BAD_COMMANDS = [
     (["run", "no/such.toml"], 3, "config file no/such.toml does not exist"),
     (["run", str(ROOT)], 2, "is a folder; expected a TOML file"),
+    (["run", "--run.steps", "5", "no/such.toml"], 3, "config file no/such.toml does not exist"),
+    (["run", ADDITION, "--run.steps", "--dry-run"], 2, "override --run.steps has no value"),
     (["run"], 2, "the following arguments are required: config"),
     (["frob"], 2, "invalid choice: 'frob'"),
     (["trainer"], 2, "trainer needs --run-dir"),
@@ -120,8 +122,9 @@ def test_a_role_started_by_hand_gets_the_devices_of_its_section(
         return 0
 
     monkeypatch.setattr("jaxrl_sync.launch.roles.run_role", play)
-    assert main([role, "--run-dir", str(tmp_path), "--config", ADDITION]) == 0
-    assert [context.name for context in contexts] == [f"{role}-0"]
+    words = ["--run.host", "node7", "--run-dir", str(tmp_path), "--config", ADDITION]
+    assert main([role, *words]) == 0  # the override's value is no engine's CONFIG
+    assert [(context.name, context.config.run.host) for context in contexts] == [(f"{role}-0", "node7")]
     assert os.environ["JAX_PLATFORMS"] == "cpu"
     assert os.environ["XLA_FLAGS"].split() == [
         "--xla_cpu_enable_fast_math=false",
