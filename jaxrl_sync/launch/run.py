@@ -43,7 +43,8 @@ def run(
         print("\n".join(describe_summary(summary)))
     if outcome.code:
         print(ERROR_PREFIX + outcome.cause, file=sys.stderr)
-    print(f"draw it: jaxrl-sync report {path}")
+    if (path / "config.toml").exists():  # else somebody deleted the run
+        print(f"draw it: jaxrl-sync report {path}")
     return outcome.code
 
 

@@ -149,14 +149,15 @@ class Loop:
             "EvalSink": self.eval_sink.run(),
             "end": self._finish(),
         }
-        cause = "done"
+        cause, phase = "done", "ended"
         try:
             await supervise(endless, ending, self.config.shutdown_timeout_s)
         except BaseException as error:
             cause = f"{type(error).__name__}: {error}"
+            phase = "interrupted" if isinstance(error, InterruptedRunError) else "failed"
             raise
         finally:
-            self.phase = "ended" if cause == "done" else "failed"
+            self.phase = phase
             await self._close()
             self.book.check()
         return self.summary(cause)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from pathlib import Path
 
@@ -223,6 +224,7 @@ def test_a_request_to_stop_ends_the_run_within_seconds(tmp_path: Path) -> None:
         assert running.ended_within(15)
         assert time.monotonic() - began < 8
         assert running.exit_code == 130
+        assert json.loads((case.run_dir / "progress.json").read_text())["phase"] == "interrupted"
         assert [r["step"] for r in running.rows("step")] == [f.header.step for f in trainer.frames]
         summary = running.summary
         assert summary["permits"]["acquired"] == summary["permits"]["released"]
