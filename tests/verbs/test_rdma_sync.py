@@ -92,7 +92,7 @@ class Peer:
     [
         ("native", "native"),
         *[
-            pytest.param(*pair, marks=pytest.mark.full)
+            pytest.param(*pair, marks=pytest.mark.slow)
             for pair in [("native", "pyverbs"), ("pyverbs", "native"), ("pyverbs", "pyverbs")]
         ],
     ],
