@@ -6,12 +6,16 @@ import logging
 import os
 import signal
 import sys
+import time
 import traceback
 from types import FrameType
 
 from jaxrl_sync.config.process import ProcessContext
 from jaxrl_sync.launch.worker import ERROR_PREFIX
 from jaxrl_sync.sharding.errors import UserError
+from jaxrl_sync.transfer import clean
+
+ECHO_S = 0.5
 
 
 def run_role(context: ProcessContext) -> int:
@@ -33,6 +37,7 @@ def run_role(context: ProcessContext) -> int:
     print(ERROR_PREFIX + one_line(cause), file=sys.stderr, flush=True)
     if context.world_size > 1:
         sys.stdout.flush()
+        clean.remove_mine()
         os._exit(code)
     return code
 
@@ -50,12 +55,21 @@ def _log_to_stderr() -> None:
 
 
 def _stop_on_signals(context: ProcessContext) -> None:
-    """The first SIGTERM or SIGINT asks the role to drain, the second ends the process."""
+    """The first SIGTERM or SIGINT asks the role to drain, a later one ends the process.
+
+    Schedulers and timeout(1) signal a process and its group, so that one wish arrives twice: for ``ECHO_S`` a
+    second signal is taken for the first.
+    """
+    asked_at = 0.0
 
     def stop(number: int, frame: FrameType | None) -> None:
-        if context.stop.is_set():
+        nonlocal asked_at
+        if not context.stop.is_set():
+            asked_at = time.monotonic()
+            context.stop.set()
+        elif time.monotonic() - asked_at > ECHO_S:
+            clean.remove_mine()  # nobody closes the slots any more
             os._exit(130)
-        context.stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)

@@ -1,0 +1,59 @@
+"""A role's own process: what signals do to it, and that it leaves no shared memory behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import os, pathlib, sys, time
+from types import SimpleNamespace
+import threading
+from jaxrl_sync.launch import roles
+from jaxrl_sync.transfer.memory import pid_namespace
+
+segment = pathlib.Path(f"/dev/shm/jaxrl_sync-feed-{pid_namespace()}_{os.getpid()}-0")
+context = SimpleNamespace(stop=threading.Event())
+roles._stop_on_signals(context)
+segment.write_bytes(b"weights")
+print(segment, flush=True)
+context.stop.wait()
+print("draining", flush=True)
+time.sleep(float(sys.argv[1]))
+segment.unlink()
+"""
+
+
+def start(drain_s: float) -> tuple[subprocess.Popen[str], Path]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(drain_s)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_one_wish_that_arrives_twice_drains() -> None:
+    process, segment = start(drain_s=0.5)
+    for _ in range(2):
+        os.kill(process.pid, signal.SIGTERM)
+        time.sleep(0.05)
+    assert process.wait(20) == 0
+    assert not segment.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_a_role_and_its_shared_memory(number: signal.Signals) -> None:
+    process, segment = start(drain_s=60)
+    os.kill(process.pid, number)
+    assert process.stdout is not None and process.stdout.readline() == "draining\n"
+    assert segment.exists()
+    time.sleep(0.7)
+    os.kill(process.pid, number)
+    assert process.wait(20) == 130
+    assert not segment.exists()
