@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,7 +23,7 @@ def main(folder: str, coordinator: str, rank: int, out: str) -> None:
     target = train_state.abstract(MODEL, config, make_mesh(config.mesh))
     with Checkpoints(Path(folder)) as checkpoints:
         state, _, _ = checkpoints.restore(target)
-    shards = {}
+    shards: dict[str, Any] = {}
     for number, leaf in enumerate(jax.tree.leaves(state)):
         for shard in leaf.addressable_shards:
             box = ",".join(

@@ -226,7 +226,7 @@ def fake_hub(answers: list[tuple[int, bytes]]) -> Iterator[str]:
 
         do_GET = do_POST  # noqa: N815
 
-        def log_message(self, *_: Any) -> None:
+        def log_message(self, format: str, *args: Any) -> None:
             """Say nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -272,7 +272,8 @@ def test_a_watch_that_makes_no_sense_is_asked_again(rig: Rig, monkeypatch: pytes
     params = trainer_params()
     publisher = rig.publisher(params)
     publisher.publish(params, Version("a", 0))
-    real, lies = Lease.call, [{}, {"publishers": [{"role": 1}], "offer": None}, {"publishers": 3}]
+    real = Lease.call
+    lies: list[dict[str, Any]] = [{}, {"publishers": [{"role": 1}], "offer": None}, {"publishers": 3}]
 
     def call(self: Lease, path: str, body: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
         return lies.pop() if path == "/v1/watch" and lies else real(self, path, body, timeout_s)
@@ -542,7 +543,7 @@ def test_a_slot_that_finds_no_room_again_is_named_and_comes_back(
     publisher, subscriber = rig.publisher(params), rig.subscriber()
     publisher.publish(params, Version("a", 0))
     _, serving = take(subscriber)
-    real_send, real_memory = ShmSender.send, subscriber_module.SharedMemory
+    real_send, real_memory = ShmSender.send, SharedMemory
 
     def silent(self: Any, ready: Any, sources: Any, deadline: float) -> None:
         time.sleep(1.0)
