@@ -306,7 +306,7 @@ def test_idle_means_nothing_open_queued_waiting_or_to_be_evaluated() -> None:
 
 
 def test_settings_that_could_never_move_are_refused() -> None:
-    with pytest.raises(LoopConfigError, match="max_in_flight=3 can't hold one group of 4"):
+    with pytest.raises(LoopConfigError, match="allows 3 samples, which can't hold one group of 4"):
         loop_config(max_in_flight=3)
     with pytest.raises(LoopConfigError, match=r"sync.every_steps=3 needs loop.staleness_bound >= 2, found 1"):
         loop_config(publish_every=3, staleness_bound=1)
