@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from jaxrl_sync.sharding.paths import leaves_by_path
 from jaxrl_sync.sharding.presets import qwen3
 from jaxrl_sync.transfer import HubClient, Publisher, PublisherConfig, Subscriber, SubscriberConfig, auth
 from jaxrl_sync.transfer.hub.server import run_hub
+from jaxrl_sync.transfer.version import Version
 
 CONFIG = qwen3.DecoderConfig(
     vocab_size=64, num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=64
@@ -160,3 +163,20 @@ def same_bits(a: Any, b: Any) -> bool:
     """Whether two trees have equal paths and bits."""
     x, y = host(a), host(b)
     return x.keys() == y.keys() and all(np.array_equal(x[p], y[p]) for p in x)
+
+
+def take(subscriber: Subscriber, timeout_s: float = 15) -> tuple[Version, Any]:
+    """Poll, prepare and swap in one update."""
+    update = subscriber.poll(timeout_s)
+    assert update is not None
+    report = update.prepare()
+    assert report.version == update.version
+    return update.version, update.swap()
+
+
+def until(true: Callable[[], bool], timeout_s: float = 10) -> None:
+    """Wait until ``true()``; fails after ``timeout_s``."""
+    end = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.02)
