@@ -136,8 +136,9 @@ static PyObject *query_device(PyObject *object, PyObject *unused)
     if (!still_open(state_of(Py_TYPE(object)), self->context, "context"))
         return NULL;
     const struct vb_device_attr *a = &self->limits;
-    return Py_BuildValue("{s:s#,s:I,s:I,s:K,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i}", "firmware", a->fw_ver,
-                         (Py_ssize_t)strnlen(a->fw_ver, sizeof a->fw_ver), "vendor_id", a->vendor_id, "vendor_part_id",
+    return Py_BuildValue("{s:N,s:I,s:I,s:K,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i}", "firmware",
+                         PyUnicode_FromStringAndSize(a->fw_ver, (Py_ssize_t)strnlen(a->fw_ver, sizeof a->fw_ver)),
+                         "vendor_id", a->vendor_id, "vendor_part_id",
                          a->vendor_part_id, "max_mr_size", (unsigned long long)a->max_mr_size, "max_qp", a->max_qp,
                          "max_qp_wr", a->max_qp_wr, "max_sge", a->max_sge, "max_cq", a->max_cq, "max_cqe", a->max_cqe,
                          "max_mr", a->max_mr, "max_qp_rd_atom", a->max_qp_rd_atom, "max_qp_init_rd_atom",

@@ -195,10 +195,9 @@ static PyObject *to_rtr(PyObject *object, PyObject *args, PyObject *kwargs)
     module_state *state = state_of(type_of(self));
     unsigned int qp_num, psn;
     int mtu, port = 1, gid_index = 0, lid = 0, hop_limit = 64, traffic_class = 0, sl = 0, rnr_timer = 12;
-    const char *gid = NULL;
-    Py_ssize_t gid_bytes = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "IIi|$iz#iiiiii:to_rtr", names, &qp_num, &psn, &mtu, &port, &gid,
-                                     &gid_bytes, &gid_index, &lid, &hop_limit, &traffic_class, &sl, &rnr_timer) ||
+    PyObject *gid = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "IIi|$iOiiiiii:to_rtr", names, &qp_num, &psn, &mtu, &port, &gid,
+                                     &gid_index, &lid, &hop_limit, &traffic_class, &sl, &rnr_timer) ||
         !still_open(state, self->qp, "queue pair"))
         return NULL;
     struct vb_qp_attr attr = {.qp_state = VB_QPS_RTR,
@@ -208,13 +207,17 @@ static PyObject *to_rtr(PyObject *object, PyObject *args, PyObject *kwargs)
                               .max_dest_rd_atomic = 1,
                               .min_rnr_timer = (uint8_t)rnr_timer,
                               .ah_attr = {.dlid = (uint16_t)lid, .sl = (uint8_t)sl, .port_num = (uint8_t)port}};
-    if (gid) {
+    if (gid != Py_None) {
+        char *raw;
+        Py_ssize_t gid_bytes;
+        if (PyBytes_AsStringAndSize(gid, &raw, &gid_bytes) < 0)
+            return NULL;
         if (gid_bytes != sizeof attr.ah_attr.grh.dgid) {
             PyErr_Format(PyExc_ValueError, "a GID has 16 bytes, got %zd", gid_bytes);
             return NULL;
         }
         attr.ah_attr.is_global = 1;
-        memcpy(attr.ah_attr.grh.dgid.raw, gid, sizeof attr.ah_attr.grh.dgid);
+        memcpy(attr.ah_attr.grh.dgid.raw, raw, sizeof attr.ah_attr.grh.dgid);
         attr.ah_attr.grh.sgid_index = (uint8_t)gid_index;
         attr.ah_attr.grh.hop_limit = (uint8_t)hop_limit;
         attr.ah_attr.grh.traffic_class = (uint8_t)traffic_class;

@@ -6,8 +6,7 @@
 #define JAXRL_SYNC_VERBS_H
 
 #define Py_LIMITED_API 0x030B0000
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include <Python.h> /* no '#' in formats: an abi3 build with the headers of Python 3.13 breaks it in 3.11 and 3.12 */
 #include <structmember.h>
 
 #include <stdint.h>
