@@ -13,6 +13,7 @@ import re
 import secrets
 import stat
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 from jaxrl_sync.transfer.errors import ResourceError, TransferError
@@ -40,7 +41,22 @@ def pid_namespace() -> int:
         return 0
 
 
-class SharedMemory:
+class _Memory:
+    """What holds the memory in some other way (a registration with a device) gives it up before it closes."""
+
+    def __init__(self) -> None:
+        self._before_close: list[Callable[[], None]] = []
+
+    def before_close(self, give_up: Callable[[], None]) -> None:
+        """Have ``give_up`` called when this memory is closed."""
+        self._before_close.append(give_up)
+
+    def _let_go(self) -> None:
+        while self._before_close:
+            self._before_close.pop()()
+
+
+class SharedMemory(_Memory):
     """A segment of its own under /dev/shm. ``data`` is the slot; ``close()`` removes the name at once.
 
     The mapping itself goes when the last array over it is gone: views keep it alive.
@@ -48,6 +64,7 @@ class SharedMemory:
 
     def __init__(self, run_id: str, nbytes: int) -> None:
         """Reserve ``nbytes`` now, so that no later write can fail. ResourceError when there isn't room."""
+        super().__init__()
         self.nbytes = nbytes
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self.name = f"{shm_prefix(run_id)}{pid_namespace()}_{os.getpid()}-{secrets.token_hex(8)}"
@@ -83,6 +100,7 @@ class SharedMemory:
 
     def close(self) -> None:
         """Remove the name; unmap unless arrays still look at it. Idempotent."""
+        self._let_go()
         if self._linked:
             self._linked = False
             with contextlib.suppress(FileNotFoundError):
@@ -101,12 +119,13 @@ class SharedMemory:
         return {"name": self.name, "nonce": self.nonce.hex(), "nbytes": self.nbytes}
 
 
-class PrivateMemory:
+class PrivateMemory(_Memory):
     """Anonymous memory with the interface of SharedMemory; nobody else can write it."""
 
     name = ""
 
     def __init__(self, nbytes: int) -> None:
+        super().__init__()
         self.nbytes = nbytes
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
         self._map = mmap.mmap(-1, nbytes, flags)
@@ -114,6 +133,7 @@ class PrivateMemory:
 
     def close(self) -> None:
         """Unmap unless arrays still look at it. Idempotent."""
+        self._let_go()
         with contextlib.suppress(BufferError):
             self.data.release()
             self._map.close()
