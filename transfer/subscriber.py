@@ -219,7 +219,8 @@ class Subscriber:
 
     def _memory(self) -> SharedMemory | PrivateMemory:
         nbytes = self._target.slot.total_bytes
-        if self.config.transport in ("tcp", "verbs") or (self.config.transport == "auto" and not SHM_DIR.is_dir()):
+        wanted = self.config.transport
+        if wanted in ("tcp", "verbs") or (wanted == "auto" and not SHM_DIR.is_dir()):
             return PrivateMemory(nbytes)
         return SharedMemory(self._run_id, nbytes)
 
