@@ -14,8 +14,11 @@ FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 
 KERNELS = Extension(
     "jaxrl_sync.sharding._kernels",
-    sources=["cext/kernelsmodule.c", "cext/copies.c", "cext/sums.c", "cext/parallel.c"],
-    depends=["cext/kernels.h"],
+    sources=[
+        f"cext/{name}.c"
+        for name in ("kernelsmodule", "copies", "sums", "parallel", "deltamodule", "delta", "codings", "apply")
+    ],
+    depends=["cext/kernels.h", "cext/delta.h"],
     include_dirs=["cext"],
     define_macros=[] if FREE_THREADED else [("Py_LIMITED_API", "0x030B0000")],
     extra_compile_args=["-std=gnu11", "-O3", "-Wall", "-Wextra", "-Werror", "-pthread"],
@@ -27,7 +30,7 @@ KERNELS = Extension(
 VERBS = Extension(
     "jaxrl_sync.transfer._verbs",
     sources=[
-        f"cext/verbs/{name}.c" for name in ("module", "context", "region", "cq", "qp", "post", "ibv_dl")
+        f"cext/verbs/{name}.c" for name in ("module", "context", "region", "cq", "qp", "state", "post", "ibv_dl")
     ],
     depends=["cext/verbs/verbs.h", "cext/verbs/ibv_abi.h", "cext/verbs/ibv_dl.h"],
     include_dirs=["cext/verbs"],

@@ -22,7 +22,7 @@ def library_name() -> str:
     """What the loader is asked for."""
 
 def features() -> dict[str, bool]:
-    """Which optional calls this libibverbs has: ``dmabuf``, ``relaxed_ordering``, ``fork_status``."""
+    """Which optional calls libibverbs has: ``dmabuf``, ``relaxed_ordering``, ``fork_status``, ``ece``."""
 
 def device_names() -> list[str]:
     """RDMA devices of this machine; empty where the kernel has no RDMA modules."""
@@ -35,9 +35,16 @@ class Context:
     """An open device with one protection domain. Parent of regions, completion queues and queue pairs."""
 
     name: str
+    registrations: int
+    registered_bytes: int
+    registration_ns: int
     def __new__(cls, device: str) -> Self: ...
     @property
     def closed(self) -> bool: ...
+    @property
+    def async_fd(self) -> int:
+        """Readable when ``async_events`` has something to return; for select and poll."""
+
     def close(self) -> None:
         """Close children (queue pairs first), protection domain and device."""
 
@@ -52,6 +59,9 @@ class Context:
 
     def query_pkey(self, port: int, index: int, /) -> int:
         """One P_Key."""
+
+    def dmabuf_supported(self) -> bool:
+        """Whether library, kernel and device register dmabufs (asked with a descriptor that can't be)."""
 
     def async_events(self, timeout_s: float = 0.0, /) -> list[tuple[int, str, str, int]]:
         """Events since the last call, acknowledged: (type, text, kind of object, its number).
@@ -69,10 +79,11 @@ class Context:
 class MemoryRegion:
     """Registered memory. Holds ``buffer`` (contiguous, writable) for its life.
 
-    With ``dmabuf_fd`` it registers ``length`` bytes at ``offset`` of a dmabuf under the address ``iova``; the
-    descriptor may be closed afterwards. ``relaxed_ordering`` is granted where the library can
-    (see the attribute): then only completions say that data is in place. An error for lack of locked memory
-    states the limit and the need.
+    With ``dmabuf_fd`` it registers ``length`` bytes at ``offset`` of a dmabuf under the address ``iova``
+    (equal to ``offset`` within a page); the descriptor may be closed afterwards. ``relaxed_ordering`` is
+    granted where library and device can (see the attribute), else the region is registered without: with it
+    only completions say that data is in place. One region has at most ``query_device()["max_mr_size"]``
+    bytes. An error for lack of locked memory states the limit and the need.
     """
 
     relaxed_ordering: bool
@@ -119,6 +130,9 @@ class CompletionQueue:
     def __new__(cls, context: Context, depth: int) -> Self: ...
     @property
     def closed(self) -> bool: ...
+    def statuses(self) -> dict[int, int]:
+        """How many completions of each status were taken, successes (0) and flushes (5) too."""
+
     def poll(self, out: _Memory, /) -> int:
         """Fill ``out`` with records of RECORD_BYTES (see transfer/verbs/records.py); returns how many.
 
@@ -200,8 +214,13 @@ class QueuePair:
         traffic_class: int = 0,
         sl: int = 0,
         min_rnr_timer: int = 12,
+        flow_label: int = 0,
     ) -> None:
-        """INIT to RTR. ``qp_num``, ``psn``, ``gid`` and ``lid`` are the peer's, ``mtu`` the smaller code."""
+        """INIT to RTR. ``qp_num``, ``psn``, ``gid`` and ``lid`` are the peer's, ``mtu`` the smaller code.
+
+        With another ``flow_label`` (20 bits) per queue pair, RoCE devices use other UDP ports and switches
+        other paths.
+        """
 
     def to_rts(self, psn: int, *, timeout: int = 14, retries: int = 6, rnr_retries: int = 6) -> None:
         """RTR to RTS. A silent peer is reported after about 4.096 us * 2**timeout * (retries + 1).
@@ -211,6 +230,21 @@ class QueuePair:
 
     def to_error(self) -> None:
         """To ERR: everything in flight is flushed and completes with an error."""
+
+    def query(self) -> dict[str, Any]:
+        """As the device sees it: ``state`` (RESET, INIT, RTR, RTS, SQD, SQE, ERR), ``port``, ``pkey_index``,
+        ``mtu``, ``peer_qp_num``, ``timeout``, ``retries``, ``rnr_retries``, ``traffic_class``, ``sl``,
+        ``max_inline``, ``max_send``. VerbsError where it can't be asked."""
+
+    def query_ece(self) -> tuple[int, int, int] | None:
+        """Options (vendor, options, mask) of enhanced connection establishment; None without such options."""
+
+    def set_ece(self, vendor: int, options: int, mask: int, /) -> bool:
+        """Use what the peer offered, before RTR. False where this device knows nothing of it."""
+
+    def latency(self) -> dict[str, list[int]]:
+        """Histograms: entry i counts what took 2**i to 2**(i+1) ns. ``post``: doorbells; ``done``: calls of
+        ``write`` from posting to their last completion."""
 
     def reset(self, timeout_s: float = 2.0, /) -> int:
         """To ERR, drain, then RESET, from where it can be connected again. Returns what never completed.

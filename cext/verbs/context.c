@@ -193,7 +193,8 @@ static PyObject *query_pkey(PyObject *object, PyObject *args)
     return PyLong_FromLong((long)((pkey >> 8) | ((pkey & 0xff) << 8))); /* big endian in the table */
 }
 
-/* One event, acknowledged at once: what names its object is copied out before. Event numbers are of the ABI. 1 got one, 0 none, -1 exception. */
+/* One event, acknowledged at once: what names its object is copied out before. Event numbers are of the ABI.
+ * 1 got one, 0 none, -1 exception. */
 static int take_event(context_object *self, PyObject *list)
 {
     struct vb_async_event event;
@@ -255,6 +256,31 @@ static PyObject *async_events(PyObject *object, PyObject *args)
     return list;
 }
 
+/* A descriptor that can't be tells the two apart: a kernel that knows dmabufs says that it is bad. */
+static PyObject *dmabuf_supported(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    context_object *self = SELF(object);
+    if (!still_open(state_of(Py_TYPE(object)), self->context, "context"))
+        return NULL;
+    if (!self->lib->reg_dmabuf_mr)
+        Py_RETURN_FALSE;
+    errno = 0;
+    struct vb_mr *mr = self->lib->reg_dmabuf_mr(self->pd, 0, 4096, 0, -1, VB_ACCESS_LOCAL_WRITE);
+    int supported = mr != NULL || errno == EBADF;
+    if (mr)
+        self->lib->dereg_mr(mr);
+    return PyBool_FromLong(supported);
+}
+
+static PyObject *get_async_fd(PyObject *object, void *closure)
+{
+    (void)closure;
+    if (!still_open(state_of(Py_TYPE(object)), SELF(object)->context, "context"))
+        return NULL;
+    return PyLong_FromLong(SELF(object)->context->async_fd);
+}
+
 static PyObject *context_repr(PyObject *object)
 {
     context_object *self = SELF(object);
@@ -300,6 +326,7 @@ static PyMethodDef methods[] = {
     {"query_port", query_port, METH_O, "State of one port."},
     {"query_gid", query_gid, METH_VARARGS, "query_gid(port, index): 16 bytes."},
     {"query_pkey", query_pkey, METH_VARARGS, "query_pkey(port, index): the P_Key."},
+    {"dmabuf_supported", dmabuf_supported, METH_NOARGS, "dmabuf_supported(): whether the device takes dmabufs."},
     {"async_events", async_events, METH_VARARGS, "async_events(timeout_s=0.0): events since the last call."},
     {"__enter__", enter, METH_NOARGS, NULL},
     {"__exit__", leave, METH_VARARGS, NULL},
@@ -309,11 +336,15 @@ static PyMethodDef methods[] = {
 static PyMemberDef members[] = {
     {"__weaklistoffset__", T_PYSSIZET, offsetof(context_object, weak_refs), READONLY, NULL},
     {"name", T_OBJECT, offsetof(context_object, name), READONLY, "the device's name"},
+    {"registrations", T_ULONGLONG, offsetof(context_object, registrations), READONLY, "regions registered so far"},
+    {"registered_bytes", T_ULONGLONG, offsetof(context_object, registered_bytes), READONLY, "their bytes"},
+    {"registration_ns", T_ULONGLONG, offsetof(context_object, registration_ns), READONLY, "time that took"},
     {NULL, 0, 0, 0, NULL},
 };
 
 static PyGetSetDef getset[] = {
     {"closed", get_closed, NULL, "whether close() was called", NULL},
+    {"async_fd", get_async_fd, NULL, "readable when async_events() has something", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -126,10 +126,12 @@ static int take(cq_object *self, record *out, int room)
         }
         for (int i = 0; i < got; i++) {
             qp_object *qp = by_number(self, wcs[i].qp_num);
-            if (qp && qp_account(qp, &wcs[i], &out[kept]))
+            if (qp && qp_account(qp, &wcs[i], &out[kept])) {
                 kept++;
-            else
+                self->by_status[out[kept - 1].status < VB_WC_STATUS_COUNT ? wcs[i].status : VB_WC_GENERAL_ERR]++;
+            } else {
                 self->strays++;
+            }
         }
         self->polled += (uint64_t)got;
     } while (got && !kept);
@@ -252,6 +254,23 @@ static PyObject *cq_wait(PyObject *object, PyObject *args, PyObject *kwargs)
     return found < 0 ? NULL : PyBool_FromLong(found);
 }
 
+static PyObject *cq_statuses(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    PyObject *found = PyDict_New();
+    for (int status = 0; found && status < VB_WC_STATUS_COUNT; status++) {
+        if (!SELF(object)->by_status[status])
+            continue;
+        PyObject *key = PyLong_FromLong(status);
+        PyObject *count = PyLong_FromUnsignedLongLong(SELF(object)->by_status[status]);
+        if (!key || !count || PyDict_SetItem(found, key, count) < 0)
+            Py_CLEAR(found);
+        Py_XDECREF(key);
+        Py_XDECREF(count);
+    }
+    return found;
+}
+
 static int release(cq_object *self)
 {
     int error = 0;
@@ -328,6 +347,7 @@ static PyMethodDef methods[] = {
     {"poll", cq_poll, METH_O, "poll(out): fill `out` with records; returns how many."},
     {"wait", (PyCFunction)(void (*)(void))cq_wait, METH_VARARGS | METH_KEYWORDS,
      "wait(timeout_s, spin_s=0.0): whether there is something to poll."},
+    {"statuses", cq_statuses, METH_NOARGS, "statuses(): how many completions of each status."},
     {"__enter__", enter, METH_NOARGS, NULL},
     {"__exit__", leave, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

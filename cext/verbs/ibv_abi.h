@@ -175,6 +175,10 @@ struct vb_async_event {
     int event_type;
 };
 
+struct vb_ece { /* enhanced connection establishment: what two devices of one vendor agree on */
+    uint32_t vendor_id, options, comp_mask;
+};
+
 typedef void (*vb_unused)(void);
 
 struct vb_context_ops { /* only the data path goes through here, everything else through symbols */
@@ -199,12 +203,13 @@ enum { VB_QPS_RESET, VB_QPS_INIT, VB_QPS_RTR, VB_QPS_RTS, VB_QPS_SQD, VB_QPS_SQE
 enum { VB_QPT_RC = 2 };
 enum { VB_WR_RDMA_WRITE = 0, VB_WR_RDMA_WRITE_WITH_IMM = 1 };
 enum { VB_WC_RECV = 128, VB_WC_RECV_RDMA_WITH_IMM = 129 };
-enum { VB_WC_SUCCESS = 0, VB_WC_WR_FLUSH_ERR = 5, VB_WC_STATUS_COUNT = 24 };
+enum { VB_WC_SUCCESS = 0, VB_WC_WR_FLUSH_ERR = 5, VB_WC_GENERAL_ERR = 21, VB_WC_STATUS_COUNT = 24 };
 enum { VB_WC_WITH_IMM = 2 };
 enum { VB_SEND_SIGNALED = 2, VB_SEND_INLINE = 8 };
 enum { VB_ACCESS_LOCAL_WRITE = 1, VB_ACCESS_REMOTE_WRITE = 2, VB_ACCESS_REMOTE_READ = 4 };
 enum { VB_ACCESS_RELAXED_ORDERING = 1 << 20 };
-enum { VB_EVENT_PORT_ACTIVE = 9 };
+enum { VB_EVENT_CQ_ERR, VB_EVENT_QP_FATAL, VB_EVENT_QP_REQ_ERR, VB_EVENT_QP_ACCESS_ERR };
+enum { VB_EVENT_DEVICE_FATAL = 8, VB_EVENT_PORT_ACTIVE, VB_EVENT_PORT_ERR, VB_EVENT_GID_CHANGE = 18 };
 enum {
     VB_QP_STATE = 1 << 0,
     VB_QP_ACCESS_FLAGS = 1 << 3,
@@ -220,6 +225,7 @@ enum {
     VB_QP_MIN_RNR_TIMER = 1 << 15,
     VB_QP_SQ_PSN = 1 << 16,
     VB_QP_MAX_DEST_RD_ATOMIC = 1 << 17,
+    VB_QP_CAP = 1 << 19,
     VB_QP_DEST_QPN = 1 << 20
 };
 

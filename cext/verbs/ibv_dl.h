@@ -30,6 +30,8 @@
     X(ack_cq_events, void, (struct vb_cq *cq, unsigned int count), "IBVERBS_1.1")                                     \
     X(create_qp, struct vb_qp *, (struct vb_pd *pd, struct vb_qp_init_attr *attr), "IBVERBS_1.1")                     \
     X(modify_qp, int, (struct vb_qp *qp, struct vb_qp_attr *attr, int mask), "IBVERBS_1.1")                           \
+    X(query_qp, int, (struct vb_qp *qp, struct vb_qp_attr *attr, int mask, struct vb_qp_init_attr *init),              \
+      "IBVERBS_1.1")                                                                                                  \
     X(destroy_qp, int, (struct vb_qp *qp), "IBVERBS_1.1")                                                             \
     X(fork_init, int, (void), "IBVERBS_1.1")                                                                          \
     X(wc_status_str, const char *, (int status), "IBVERBS_1.1")                                                       \
@@ -38,6 +40,8 @@
     X(is_fork_initialized, int, (void), "IBVERBS_1.13")                                                               \
     X(reg_mr_iova2, struct vb_mr *,                                                                                   \
       (struct vb_pd *pd, void *addr, size_t length, uint64_t iova, unsigned int access), "IBVERBS_1.8")               \
+    X(query_ece, int, (struct vb_qp *qp, struct vb_ece *ece), "IBVERBS_1.10")                                         \
+    X(set_ece, int, (struct vb_qp *qp, struct vb_ece *ece), "IBVERBS_1.10")                                           \
     X(reg_dmabuf_mr, struct vb_mr *,                                                                                  \
       (struct vb_pd *pd, uint64_t offset, size_t length, uint64_t iova, int fd, int access), "IBVERBS_1.12")
 

@@ -86,11 +86,16 @@ void warn_unclosed(const char *what, PyObject *device)
     PyErr_Restore(type, value, traceback);
 }
 
-double seconds_now(void)
+uint64_t ns_now(void)
 {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
+}
+
+double seconds_now(void)
+{
+    return (double)ns_now() * 1e-9;
 }
 
 void free_object(PyObject *self)
@@ -122,9 +127,10 @@ static PyObject *features(PyObject *module, PyObject *unused)
     const struct vb_library *lib = library_or_fail(PyModule_GetState(module));
     if (!lib)
         return NULL;
-    return Py_BuildValue("{s:O,s:O,s:O}", "dmabuf", lib->reg_dmabuf_mr ? Py_True : Py_False, "relaxed_ordering",
+    return Py_BuildValue("{s:O,s:O,s:O,s:O}", "dmabuf", lib->reg_dmabuf_mr ? Py_True : Py_False, "relaxed_ordering",
                          lib->reg_mr_iova2 ? Py_True : Py_False, "fork_status",
-                         lib->is_fork_initialized ? Py_True : Py_False);
+                         lib->is_fork_initialized ? Py_True : Py_False, "ece",
+                         lib->query_ece && lib->set_ece ? Py_True : Py_False);
 }
 
 static PyObject *device_names(PyObject *module, PyObject *unused)

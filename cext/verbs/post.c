@@ -55,8 +55,10 @@ static uint64_t post(qp_object *self, const job *j, int *error)
         uint32_t n = j->count - at < CHAIN ? (uint32_t)(j->count - at) : CHAIN;
         struct vb_send_wr *bad = NULL;
         build(self, j, at, n);
+        uint64_t before = ns_now();
         errno = 0;
         int rc = context->ops.post_send(self->qp, self->wrs, &bad);
+        qp_count_ns(self->post_ns, ns_now() - before);
         self->post_calls++;
         if (rc) {
             *error = rc > 0 ? rc : errno ? errno : EIO;
@@ -100,7 +102,7 @@ static void book(qp_object *self, const job *j, region_object *region)
             j->first + i == j->entry_count ? VB_WR_RDMA_WRITE_WITH_IMM : VB_WR_RDMA_WRITE;
     self->posted += j->count;
     self->batches[(self->batch_first + self->batch_count++) % self->max_send] =
-        (batch){self->posted, (region_object *)Py_NewRef((PyObject *)region)};
+        (batch){self->posted, ns_now(), (region_object *)Py_NewRef((PyObject *)region)};
     region->in_flight++;
 }
 

@@ -111,10 +111,19 @@ error:
 
 /* ---- accounting -------------------------------------------------------------------------------------------- */
 
+void qp_count_ns(uint64_t *histogram, uint64_t ns)
+{
+    int log2 = ns ? 63 - __builtin_clzll(ns) : 0;
+    histogram[log2 < HISTOGRAM ? log2 : HISTOGRAM - 1]++;
+}
+
 void qp_release_batches(qp_object *self, uint64_t up_to)
 {
+    uint64_t now = 0;
     while (self->batch_count && self->batches[self->batch_first].last <= up_to) {
         region_object *region = self->batches[self->batch_first].region;
+        now = now ? now : ns_now();
+        qp_count_ns(self->done_ns, now - self->batches[self->batch_first].posted_ns);
         self->batch_first = (self->batch_first + 1) % self->max_send;
         self->batch_count--;
         region->in_flight--;
@@ -150,129 +159,6 @@ int qp_account(qp_object *self, const struct vb_wc *wc, record *out)
     if (!receive)
         qp_release_batches(self, seq);
     return 1;
-}
-
-/* ---- states ------------------------------------------------------------------------------------------------ */
-
-static int modify(qp_object *self, struct vb_qp_attr *attr, int mask)
-{
-    int rc;
-    self->busy++;
-    Py_BEGIN_ALLOW_THREADS
-    rc = self->owner->lib->modify_qp(self->qp, attr, mask);
-    if (rc < 0) /* some providers answer -1 and set errno */
-        rc = errno ? errno : EIO;
-    Py_END_ALLOW_THREADS
-    self->busy--;
-    return rc;
-}
-
-static PyObject *to_init(PyObject *object, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"port", "pkey_index", NULL};
-    qp_object *self = SELF(object);
-    module_state *state = state_of(type_of(self));
-    int port = 1, pkey_index = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|ii:to_init", names, &port, &pkey_index) ||
-        !still_open(state, self->qp, "queue pair"))
-        return NULL;
-    struct vb_qp_attr attr = {.qp_state = VB_QPS_INIT,
-                              .port_num = (uint8_t)port,
-                              .pkey_index = (uint16_t)pkey_index,
-                              .qp_access_flags = VB_ACCESS_REMOTE_WRITE};
-    int rc = modify(self, &attr, VB_QP_STATE | VB_QP_PKEY_INDEX | VB_QP_PORT | VB_QP_ACCESS_FLAGS);
-    if (rc)
-        return fail(state, rc, "moving queue pair 0x%06x to INIT (port %d, P_Key index %d)", self->qp_num, port,
-                    pkey_index);
-    Py_RETURN_NONE;
-}
-
-static PyObject *to_rtr(PyObject *object, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"qp_num",    "psn",           "mtu", "port",          "gid", "gid_index", "lid",
-                            "hop_limit", "traffic_class", "sl",  "min_rnr_timer", NULL};
-    qp_object *self = SELF(object);
-    module_state *state = state_of(type_of(self));
-    unsigned int qp_num, psn;
-    int mtu, port = 1, gid_index = 0, lid = 0, hop_limit = 64, traffic_class = 0, sl = 0, rnr_timer = 12;
-    PyObject *gid = Py_None;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "IIi|$iOiiiiii:to_rtr", names, &qp_num, &psn, &mtu, &port, &gid,
-                                     &gid_index, &lid, &hop_limit, &traffic_class, &sl, &rnr_timer) ||
-        !still_open(state, self->qp, "queue pair"))
-        return NULL;
-    struct vb_qp_attr attr = {.qp_state = VB_QPS_RTR,
-                              .path_mtu = mtu,
-                              .dest_qp_num = qp_num,
-                              .rq_psn = psn & 0xffffff,
-                              .max_dest_rd_atomic = 1,
-                              .min_rnr_timer = (uint8_t)rnr_timer,
-                              .ah_attr = {.dlid = (uint16_t)lid, .sl = (uint8_t)sl, .port_num = (uint8_t)port}};
-    if (gid != Py_None) {
-        char *raw;
-        Py_ssize_t gid_bytes;
-        if (PyBytes_AsStringAndSize(gid, &raw, &gid_bytes) < 0)
-            return NULL;
-        if (gid_bytes != sizeof attr.ah_attr.grh.dgid) {
-            PyErr_Format(PyExc_ValueError, "a GID has 16 bytes, got %zd", gid_bytes);
-            return NULL;
-        }
-        attr.ah_attr.is_global = 1;
-        memcpy(attr.ah_attr.grh.dgid.raw, raw, sizeof attr.ah_attr.grh.dgid);
-        attr.ah_attr.grh.sgid_index = (uint8_t)gid_index;
-        attr.ah_attr.grh.hop_limit = (uint8_t)hop_limit;
-        attr.ah_attr.grh.traffic_class = (uint8_t)traffic_class;
-    }
-    int rc = modify(self, &attr,
-                    VB_QP_STATE | VB_QP_AV | VB_QP_PATH_MTU | VB_QP_DEST_QPN | VB_QP_RQ_PSN |
-                        VB_QP_MAX_DEST_RD_ATOMIC | VB_QP_MIN_RNR_TIMER);
-    if (rc)
-        return fail(state, rc, "moving queue pair 0x%06x to RTR (peer's 0x%06x, MTU code %d, GID index %d, port %d)",
-                    self->qp_num, qp_num, mtu, gid_index, port);
-    Py_RETURN_NONE;
-}
-
-static PyObject *to_rts(PyObject *object, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"psn", "timeout", "retries", "rnr_retries", NULL};
-    qp_object *self = SELF(object);
-    module_state *state = state_of(type_of(self));
-    unsigned int psn;
-    int timeout = 14, retries = 6, rnr_retries = 6;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "I|$iii:to_rts", names, &psn, &timeout, &retries, &rnr_retries) ||
-        !still_open(state, self->qp, "queue pair"))
-        return NULL;
-    struct vb_qp_attr attr = {.qp_state = VB_QPS_RTS,
-                              .sq_psn = psn & 0xffffff,
-                              .max_rd_atomic = 1,
-                              .timeout = (uint8_t)timeout,
-                              .retry_cnt = (uint8_t)retries,
-                              .rnr_retry = (uint8_t)rnr_retries};
-    int rc = modify(self, &attr,
-                    VB_QP_STATE | VB_QP_SQ_PSN | VB_QP_MAX_QP_RD_ATOMIC | VB_QP_TIMEOUT | VB_QP_RETRY_CNT |
-                        VB_QP_RNR_RETRY);
-    if (rc)
-        return fail(state, rc, "moving queue pair 0x%06x to RTS (timeout %d, retries %d)", self->qp_num, timeout,
-                    retries);
-    Py_RETURN_NONE;
-}
-
-static int to_state(qp_object *self, module_state *state, int target)
-{
-    struct vb_qp_attr attr = {.qp_state = target};
-    int rc = modify(self, &attr, VB_QP_STATE);
-    if (rc)
-        fail(state, rc, "moving queue pair 0x%06x to %s", self->qp_num, target == VB_QPS_ERR ? "ERR" : "RESET");
-    return rc ? -1 : 0;
-}
-
-static PyObject *to_error(PyObject *object, PyObject *unused)
-{
-    (void)unused;
-    qp_object *self = SELF(object);
-    module_state *state = state_of(type_of(self));
-    if (!still_open(state, self->qp, "queue pair") || to_state(self, state, VB_QPS_ERR) < 0)
-        return NULL;
-    Py_RETURN_NONE;
 }
 
 /* Until nothing is in flight or the time is over; completions go to the queue's backlog. */
@@ -312,8 +198,8 @@ static PyObject *qp_reset(PyObject *object, PyObject *args)
         check_idle(self, "the queue pair") < 0)
         return NULL;
     uint64_t before = self->lost;
-    if ((in_flight(self) && (to_state(self, state, VB_QPS_ERR) < 0 || drain(self, timeout_s) < 0)) ||
-        to_state(self, state, VB_QPS_RESET) < 0)
+    if ((in_flight(self) && (qp_to_state(self, state, VB_QPS_ERR) < 0 || drain(self, timeout_s) < 0)) ||
+        qp_to_state(self, state, VB_QPS_RESET) < 0)
         return NULL;
     write_off(self);
     return PyLong_FromUnsignedLongLong(self->lost - before);
@@ -348,7 +234,7 @@ static PyObject *qp_close(PyObject *object, PyObject *args)
         return NULL;
     /* Destroying it at once would drop completions; a refused ERR must not keep it alive. */
     if (in_flight(self)) {
-        if (to_state(self, state, VB_QPS_ERR) < 0)
+        if (qp_to_state(self, state, VB_QPS_ERR) < 0)
             PyErr_Clear();
         else if (drain(self, timeout_s) < 0)
             return NULL;
@@ -364,6 +250,26 @@ static PyObject *qp_repr(PyObject *object)
     qp_object *self = SELF(object);
     return PyUnicode_FromFormat("<%s QueuePair 0x%x on %U to %U>", self->qp ? "open" : "closed", self->qp_num,
                                 self->owner->name, self->peer);
+}
+
+/* Up to the last entry that isn't zero. */
+static PyObject *histogram_list(const uint64_t *counts)
+{
+    Py_ssize_t used = HISTOGRAM;
+    while (used && !counts[used - 1])
+        used--;
+    PyObject *list = PyList_New(used);
+    for (Py_ssize_t i = 0; list && i < used; i++)
+        if (PyList_SetItem(list, i, PyLong_FromUnsignedLongLong(counts[i])) < 0)
+            Py_CLEAR(list);
+    return list;
+}
+
+static PyObject *qp_latency(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    return Py_BuildValue("{s:N,s:N}", "post", histogram_list(SELF(object)->post_ns), "done",
+                         histogram_list(SELF(object)->done_ns));
 }
 
 static PyObject *get_closed(PyObject *object, void *closure)
@@ -412,10 +318,14 @@ static void qp_dealloc(PyObject *object)
 #define KEYWORDS(function) (PyCFunction)(void (*)(void))function, METH_VARARGS | METH_KEYWORDS
 
 static PyMethodDef methods[] = {
-    {"to_init", KEYWORDS(to_init), "RESET to INIT."},
-    {"to_rtr", KEYWORDS(to_rtr), "INIT to RTR: ready to receive."},
-    {"to_rts", KEYWORDS(to_rts), "RTR to RTS: ready to send."},
-    {"to_error", to_error, METH_NOARGS, "To ERR: everything in flight is flushed."},
+    {"to_init", KEYWORDS(qp_to_init), "RESET to INIT."},
+    {"to_rtr", KEYWORDS(qp_to_rtr), "INIT to RTR: ready to receive."},
+    {"to_rts", KEYWORDS(qp_to_rts), "RTR to RTS: ready to send."},
+    {"to_error", qp_to_error, METH_NOARGS, "To ERR: everything in flight is flushed."},
+    {"query", qp_query, METH_NOARGS, "query(): the state and what it was connected with."},
+    {"query_ece", qp_query_ece, METH_NOARGS, "query_ece(): (vendor, options, mask) or None."},
+    {"set_ece", qp_set_ece, METH_VARARGS, "set_ece(vendor, options, mask): whether the device takes them."},
+    {"latency", qp_latency, METH_NOARGS, "latency(): histograms of doorbells and of batches."},
     {"reset", qp_reset, METH_VARARGS, "reset(timeout_s=2.0): drain, then RESET; returns what never completed."},
     {"write", KEYWORDS(qp_write), "Post RDMA WRITEs; returns how many entries were accepted."},
     {"receive", qp_receive, METH_O, "receive(count): post receives for immediates; returns how many."},

@@ -3,6 +3,7 @@
 
 #include <errno.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #define SELF(object) ((region_object *)(object))
 
@@ -11,25 +12,40 @@ typedef struct {
     unsigned long long offset, length, iova;
 } request;
 
-static void register_now(region_object *self, const request *r, int *error)
+/* With relaxed ordering where it is asked for and granted, else without. */
+static struct vb_mr *register_host(region_object *self, const request *r)
 {
     const struct vb_library *lib = self->owner->lib;
     struct vb_pd *pd = self->owner->pd;
     void *address = self->buffer.buf;
-    size_t length = r->fd >= 0 ? r->length : (size_t)self->buffer.len;
+    size_t length = (size_t)self->buffer.len;
+    if (r->relaxed && lib->reg_mr_iova2) {
+        struct vb_mr *mr = lib->reg_mr_iova2(pd, address, length, self->iova,
+                                             (unsigned int)(r->access | VB_ACCESS_RELAXED_ORDERING));
+        self->relaxed = mr != NULL;
+        if (mr || (errno != EINVAL && errno != EOPNOTSUPP))
+            return mr;
+        errno = 0;
+    }
+    return lib->reg_mr(pd, address, length, r->access);
+}
+
+static void register_now(region_object *self, const request *r, int *error)
+{
+    uint64_t before = ns_now();
     self->owner->busy++;
     Py_BEGIN_ALLOW_THREADS
     errno = 0;
     if (r->fd >= 0)
-        self->mr = lib->reg_dmabuf_mr(pd, r->offset, length, r->iova, r->fd, r->access);
-    else if (self->relaxed)
-        self->mr = lib->reg_mr_iova2(pd, address, length, (uint64_t)(uintptr_t)address,
-                                     (unsigned int)(r->access | VB_ACCESS_RELAXED_ORDERING));
+        self->mr = self->owner->lib->reg_dmabuf_mr(self->owner->pd, r->offset, r->length, r->iova, r->fd, r->access);
     else
-        self->mr = lib->reg_mr(pd, address, length, r->access);
+        self->mr = register_host(self, r);
     *error = errno;
     Py_END_ALLOW_THREADS
     self->owner->busy--;
+    self->owner->registration_ns += ns_now() - before;
+    self->owner->registrations++;
+    self->owner->registered_bytes += self->mr ? self->mr->length : 0;
 }
 
 static void explain(region_object *self, module_state *state, const request *r, int error)
@@ -43,7 +59,8 @@ static void explain(region_object *self, module_state *state, const request *r, 
              "the container's memlock limit)",
              bytes, (unsigned long long)limit.rlim_cur);
     else if (r->fd >= 0)
-        fail(state, error, "registering %llu bytes of dmabuf %d", bytes, r->fd);
+        fail(state, error, "registering %llu bytes of dmabuf %d%s", bytes, r->fd,
+             error == EOPNOTSUPP || error == EPROTONOSUPPORT ? " (the device can't: stage through host memory)" : "");
     else
         fail(state, error, "registering %llu bytes at %p", bytes, self->buffer.buf);
 }
@@ -58,6 +75,12 @@ static int prepare(region_object *self, module_state *state, PyObject *source, c
         self->iova = r->iova;
         if (!self->owner->lib->reg_dmabuf_mr) {
             fail(state, EOPNOTSUPP, "this libibverbs has no ibv_reg_dmabuf_mr (rdma-core 34 or newer has)");
+            return -1;
+        }
+        uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
+        if (r->offset % page != r->iova % page) {
+            fail(state, EINVAL, "offset %llu and iova 0x%llx of a dmabuf differ within a page of %llu bytes", r->offset,
+                 r->iova, (unsigned long long)page);
             return -1;
         }
         return 0;
@@ -90,7 +113,7 @@ static PyObject *region_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         return NULL;
     region_object *self = SELF(object);
     self->owner = (context_object *)Py_NewRef(context);
-    self->relaxed = (char)(relaxed && r.fd < 0 && self->owner->lib->reg_mr_iova2);
+    r.relaxed = relaxed;
     r.access = remote_write ? VB_ACCESS_LOCAL_WRITE | VB_ACCESS_REMOTE_WRITE : VB_ACCESS_LOCAL_WRITE;
     int error = 0;
     if (prepare(self, state, source, &r) < 0)

@@ -38,6 +38,7 @@ typedef struct {
     PyObject *name;
     PyObject *children; /* WeakSet of regions, queues and queue pairs */
     struct vb_device_attr limits;
+    uint64_t registrations, registered_bytes, registration_ns; /* in all, closed ones too */
 } context_object;
 
 typedef struct {
@@ -70,13 +71,16 @@ typedef struct {
     size_t qp_count, qp_room;
     record *backlog; /* taken from the device while waiting or draining, not yet seen by Python */
     size_t first, held, backlog_room;
-    uint64_t polled, strays;
+    uint64_t polled, strays, by_status[VB_WC_STATUS_COUNT];
 } cq_object;
 
 typedef struct {
-    uint64_t last; /* sequence number of its last work request */
+    uint64_t last;      /* sequence number of its last work request */
+    uint64_t posted_ns; /* when it was posted */
     region_object *region;
 } batch;
+
+enum { HISTOGRAM = 40 }; /* entry i counts what took 2^i to 2^(i+1) ns; the last also what took longer */
 
 enum { CHAIN = 64 };
 
@@ -93,6 +97,7 @@ typedef struct qp_object {
     batch *batches;                                      /* a ring of max_send */
     uint32_t batch_first, batch_count;
     uint64_t failed, flushed, lost, post_calls;
+    uint64_t post_ns[HISTOGRAM], done_ns[HISTOGRAM]; /* of doorbells; of batches from post to completion */
     struct vb_send_wr wrs[CHAIN];
     struct vb_sge sges[CHAIN];
 } qp_object;
@@ -111,6 +116,7 @@ PyObject *leave(PyObject *self, PyObject *args);
 /* From a deallocator, which can neither raise nor hand out the object. */
 void warn_unclosed(const char *what, PyObject *device);
 double seconds_now(void);
+uint64_t ns_now(void);
 void free_object(PyObject *self);
 
 /* context.c */
@@ -130,10 +136,21 @@ int cq_collect(cq_object *self, qp_object *closing);
 /* qp.c */
 extern PyType_Spec qp_spec;
 #define QP_RECEIVE (UINT64_C(1) << 63) /* marks the wr_id of a receive */
+void qp_count_ns(uint64_t *histogram, uint64_t ns);
 /* Lets go of the memory of batches that end at or before the sequence number. */
 void qp_release_batches(qp_object *self, uint64_t up_to);
 /* Books a completion; 1 if Python must see it, 0 if it was seen before. */
 int qp_account(qp_object *self, const struct vb_wc *wc, record *out);
+
+/* state.c */
+int qp_to_state(qp_object *self, module_state *state, int target);
+PyObject *qp_to_init(PyObject *object, PyObject *args, PyObject *kwargs);
+PyObject *qp_to_rtr(PyObject *object, PyObject *args, PyObject *kwargs);
+PyObject *qp_to_rts(PyObject *object, PyObject *args, PyObject *kwargs);
+PyObject *qp_to_error(PyObject *object, PyObject *unused);
+PyObject *qp_query(PyObject *object, PyObject *unused);
+PyObject *qp_query_ece(PyObject *object, PyObject *unused);
+PyObject *qp_set_ece(PyObject *object, PyObject *args);
 
 /* post.c */
 PyObject *qp_write(PyObject *object, PyObject *args, PyObject *kwargs);

@@ -34,6 +34,16 @@ class Knobs(ctypes.Structure):
         ("refuse_inline", ctypes.c_uint32),
         ("lossy_reset", ctypes.c_uint32),
         ("create_errno", ctypes.c_uint32),
+        ("chance_late", ctypes.c_uint32),
+        ("chance_rnr", ctypes.c_uint32),
+        ("chance_event", ctypes.c_uint32),
+        ("gone", ctypes.c_uint32),
+        ("refuse_relaxed", ctypes.c_uint32),
+        ("dmabuf_errno", ctypes.c_uint32),
+        ("without_ece", ctypes.c_uint32),
+        ("port_state", ctypes.c_uint32),
+        ("max_mr_bytes", ctypes.c_uint64),
+        ("register_fail_at", ctypes.c_uint64),
     ]
 
 
@@ -44,7 +54,15 @@ class Counts(ctypes.Structure):
         *[(name, ctypes.c_int64) for name in ("contexts", "pds", "mrs", "cqs", "channels", "qps")],
         *[
             (name, ctypes.c_uint64)
-            for name in ("registered_bytes", "executed", "posts", "overruns", "unacked")
+            for name in (
+                "registered_bytes",
+                "executed",
+                "posts",
+                "overruns",
+                "unacked",
+                "registrations",
+                "events",
+            )
         ],
     ]
 
@@ -61,7 +79,7 @@ class Fake:
     def set(self, **knobs: int) -> None:
         """All faults off but these."""
         ctypes.memset(ctypes.byref(self.knobs), 0, ctypes.sizeof(self.knobs))
-        self.counts.executed = 0
+        self.counts.executed = self.counts.registrations = self.counts.events = 0
         for name, value in knobs.items():
             setattr(self.knobs, name, value)
 

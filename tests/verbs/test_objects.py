@@ -39,7 +39,7 @@ def test_sanitized_run_tests_the_sanitized_extension() -> None:
 def test_lists_devices_and_queries_them(fake: Fake) -> None:
     assert _verbs.load_error() is None
     assert _verbs.device_names() == ["fake0", "fake1"]
-    assert _verbs.features() == {"dmabuf": True, "relaxed_ordering": True, "fork_status": True}
+    assert _verbs.features() == {"dmabuf": True, "relaxed_ordering": True, "fork_status": True, "ece": True}
     with _verbs.Context("fake1") as context:
         assert context.query_device()["max_qp_wr"] == 4096
         assert context.query_port(1)["active_mtu"] == 3
@@ -155,6 +155,111 @@ def test_dmabuf_and_relaxed_ordering(fake: Fake) -> None:
         with pytest.raises(ValueError, match="either a buffer or dmabuf_fd"):
             _verbs.MemoryRegion(context)
         assert _verbs.MemoryRegion(context, bytearray(64), relaxed_ordering=True).relaxed_ordering
+
+
+def test_relaxed_ordering_falls_back(fake: Fake) -> None:
+    with _verbs.Context("fake0") as context:
+        fake.knobs.refuse_relaxed = 1
+        region = _verbs.MemoryRegion(context, bytearray(64), remote_write=True, relaxed_ordering=True)
+        assert not region.relaxed_ordering and region.rkey
+        assert not _verbs.MemoryRegion(context, bytearray(64)).relaxed_ordering
+        fake.knobs.register_limit = 1
+        with pytest.raises(VerbsError, match="registering 64 bytes"):
+            _verbs.MemoryRegion(context, bytearray(64), relaxed_ordering=True)
+
+
+def test_dmabuf_support_is_asked_and_refusals_say_what_to_do(fake: Fake) -> None:
+    with _verbs.Context("fake0") as context, tempfile.TemporaryFile() as file:
+        file.truncate(8192)
+        assert context.dmabuf_supported()
+        with pytest.raises(VerbsError, match="offset 0 and iova 0x10 of a dmabuf differ within a page"):
+            _verbs.MemoryRegion(context, dmabuf_fd=file.fileno(), length=64, iova=0x10)
+        for number in (errno.EOPNOTSUPP, errno.EPROTONOSUPPORT):
+            fake.knobs.dmabuf_errno = number
+            assert not context.dmabuf_supported()
+            with pytest.raises(VerbsError, match="the device can't: stage through host memory"):
+                _verbs.MemoryRegion(context, dmabuf_fd=file.fileno(), length=4096)
+
+
+def test_registrations_are_counted_and_timed(fake: Fake) -> None:
+    with pair(4096) as (left, right):
+        before = left.context.registrations
+        assert (before, left.context.registered_bytes) == (1, 4096) and left.context.registration_ns > 0
+        write(left, right, rows((0, 0, 100)))
+        left.collect(1)
+        assert left.context.registrations == before, "a transfer registers nothing"
+
+
+def test_device_with_small_regions_says_so(fake: Fake) -> None:
+    fake.knobs.max_mr_bytes = 8192
+    with _verbs.Context("fake0") as context:
+        assert context.query_device()["max_mr_size"] == 8192
+        with pytest.raises(VerbsError, match="registering 8193 bytes, the device takes 1 to 8192 at once"):
+            _verbs.MemoryRegion(context, bytearray(8193))
+
+
+def test_query_shows_state_and_attributes(fake: Fake) -> None:
+    with _verbs.Context("fake0") as context:
+        cq = _verbs.CompletionQueue(context, 64)
+        qp = _verbs.QueuePair(context, cq, max_send=8, max_recv=8)
+        assert qp.query()["state"] == "RESET"
+        qp.to_init(1, 2)
+        qp.to_rtr(0xABC, 1, 3, gid=bytes(16), gid_index=1, traffic_class=106, sl=3, flow_label=0x12345)
+        qp.to_rts(1, timeout=15, retries=5, rnr_retries=4)
+        found = qp.query()
+        assert found == {
+            **{"state": "RTS", "port": 1, "pkey_index": 2, "mtu": 3, "peer_qp_num": 0xABC, "timeout": 15},
+            **{"retries": 5, "rnr_retries": 4, "traffic_class": 106, "sl": 3, "max_inline": 256},
+            "max_send": 8,
+        }
+        qp.to_error()
+        assert qp.query()["state"] == "ERR"
+        fake.knobs.gone = 1
+        with pytest.raises(VerbsError, match="querying queue pair .*Input/output error"):
+            qp.query()
+
+
+def test_ece_options_are_negotiated_where_both_have_them(fake: Fake) -> None:
+    with pair() as (left, right):
+        a, b = left.qps[0], right.qps[0]
+        offered = a.query_ece()
+        assert offered == (0x15B3, 7, 0)
+        assert b.set_ece(0x15B3, 5, 0) and b.query_ece() == (0x15B3, 5, 0)
+        assert not b.set_ece(0xABC, 1, 0), "another vendor's options"
+        fake.knobs.without_ece = 1
+        assert a.query_ece() is None and not a.set_ece(*offered)
+
+
+def test_histograms_count_doorbells_and_batches(fake: Fake) -> None:
+    with pair(1 << 16, depth=256) as (left, right):
+        write(left, right, rows(*[(0, 0, 100)] * 130))
+        left.collect(130)
+        found = left.qps[0].latency()
+        assert sum(found["post"]) == left.qps[0].post_calls == 3
+        assert sum(found["done"]) == 1
+        assert left.cq.statuses()[0] == left.cq.polled
+        fake.set(fail_at=1, fail_status=10)
+        write(left, right, rows(*[(0, 0, 100)] * 4))
+        left.collect(4)
+        statuses = left.cq.statuses()
+        assert (statuses[10], statuses[FLUSH]) == (1, 3)
+
+
+def test_dead_device_loses_everything_and_frees_everything(fake: Fake) -> None:
+    """Nothing completes, every call fails: close() still ends, and what never completed is counted."""
+    with pair(depth=32) as (left, right):
+        fake.knobs.hold = 1
+        write(left, right, rows(*[(0, 0, 100)] * 5))
+        fake.knobs.gone = 1
+        fake.async_event(left.qps[0].qp_num, 8, 0)
+        with pytest.raises(
+            VerbsError, match="posting 1 writes on queue pair 0x.* to peer of fake0: Input/output"
+        ):
+            write(left, right, rows((0, 0, 100)))
+        assert [(kind, where) for kind, _, where, _ in left.context.async_events(1.0)] == [(8, "device")]
+        assert not left.cq.wait(0.05)
+        left.qps[0].close()
+        assert left.qps[0].lost == 5
 
 
 def test_queue_reserves_the_worst_case(fake: Fake) -> None:

@@ -30,11 +30,21 @@ struct fake_knobs {
     uint32_t refuse_inline; /* queue pairs with inline data can't be made */
     uint32_t lossy_reset;   /* a move to ERR flushes nothing, as hardware that is gone */
     uint32_t create_errno;  /* completion queues can't be made */
+    uint32_t chance_late;   /* a completion is not delivered yet although its work is done */
+    uint32_t chance_rnr;    /* an immediate finds its receiver not ready for the moment */
+    uint32_t chance_event;  /* a step of progress raises an asynchronous event */
+    uint32_t gone;          /* the device is dead: every call on it fails, nothing completes */
+    uint32_t refuse_relaxed; /* registration with relaxed ordering fails */
+    uint32_t dmabuf_errno;  /* registration of a dmabuf fails */
+    uint32_t without_ece;
+    uint32_t port_state; /* 0: ACTIVE */
+    uint64_t max_mr_bytes; /* 0: 4 GiB */
+    uint64_t register_fail_at; /* that registration (counted from 1) fails */
 };
 
 struct fake_counts {
     int64_t contexts, pds, mrs, cqs, channels, qps;
-    uint64_t registered_bytes, executed, posts, overruns, unacked;
+    uint64_t registered_bytes, executed, posts, overruns, unacked, registrations, events;
 };
 
 struct cq {
@@ -57,6 +67,10 @@ struct qp {
     uint32_t max_send, max_recv, first_send, send_count, first_receive, receive_count;
     uint32_t unpolled; /* work requests executed since the last signalled one: their room is not free yet */
     uint32_t remote;
+    struct vb_wc *late; /* a ring of late_room completions that are not in their queue yet */
+    uint32_t late_room, first_late, late_count;
+    struct vb_qp_attr attr; /* as it was connected */
+    struct vb_ece ece;
     int rnr_retry, rnr_tries, sq_sig_all, dead;
 };
 
@@ -76,6 +90,7 @@ extern struct mr *fake_mrs;
 /* wire.c, all with fake_lock held */
 void fake_progress(void);
 void fake_flush(struct qp *qp);
+int fake_raise(struct vb_context *context, int type, uint32_t object);
 int fake_poll(struct vb_cq *cq, int count, struct vb_wc *wc);
 int fake_arm(struct vb_cq *cq, int solicited_only);
 int fake_post_send(struct vb_qp *qp, struct vb_send_wr *wr, struct vb_send_wr **bad);

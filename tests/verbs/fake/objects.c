@@ -98,21 +98,25 @@ int ibv_close_device(struct vb_context *context)
     return 0;
 }
 
-/* For tests: an event on a device (`object` is a queue pair number or a port). */
-int fake_async(struct vb_context *context, int type, uint32_t object)
+/* An event on a device (`object` is a queue pair number or a port). With fake_lock held. */
+int fake_raise(struct vb_context *context, int type, uint32_t object)
 {
     struct vb_async_event event = {.event_type = type};
     event.element.port_num = (int)object;
-    LOCKED(for (struct qp *qp = fake_qps; qp; qp = qp->next) if (qp->base.qp_num == object) event.element.qp = &qp->base);
+    for (struct qp *qp = fake_qps; qp; qp = qp->next)
+        if (qp->base.qp_num == object)
+            event.element.qp = &qp->base;
+    fake_counts.events++;
     return write(((struct context *)context)->events, &event, sizeof event) == sizeof event ? 0 : -1;
 }
 
 /* For tests: the event above on the device of a queue pair. */
 int fake_async_of(uint32_t qp_num, int type, uint32_t object)
 {
-    struct vb_context *context = NULL;
-    LOCKED(for (struct qp *qp = fake_qps; qp; qp = qp->next) if (qp->base.qp_num == qp_num) context = qp->base.context);
-    return context ? fake_async(context, type, object) : -1;
+    int rc = -1;
+    LOCKED(for (struct qp *qp = fake_qps; qp; qp = qp->next) if (qp->base.qp_num == qp_num) rc =
+               fake_raise(qp->base.context, type, object));
+    return rc;
 }
 
 /* For tests: the process behind a queue pair is gone. */
@@ -141,7 +145,7 @@ int ibv_query_device(struct vb_context *context, struct vb_device_attr *attr)
 {
     (void)context;
     *attr = (struct vb_device_attr){.fw_ver = "fake-1",
-                                    .max_mr_size = UINT64_C(1) << 32,
+                                    .max_mr_size = fake_knobs.max_mr_bytes ? fake_knobs.max_mr_bytes : UINT64_C(1) << 32,
                                     .max_qp = 64,
                                     .max_qp_wr = MAX_DEPTH,
                                     .max_sge = 1,
@@ -157,12 +161,12 @@ int ibv_query_port(struct vb_context *context, uint8_t port, struct vb_port_attr
     (void)context;
     if (port != 1)
         return EINVAL;
-    *attr = (struct vb_port_attr){.state = 4,
+    *attr = (struct vb_port_attr){.state = fake_knobs.port_state ? (int)fake_knobs.port_state : 4,
                                   .max_mtu = 5,
                                   .active_mtu = 3,
                                   .gid_tbl_len = 3,
                                   .max_msg_sz = 8 << 20,
-                                  .pkey_tbl_len = 1,
+                                  .pkey_tbl_len = 3,
                                   .active_width = 1,
                                   .active_speed = 1,
                                   .phys_state = 5,
@@ -184,12 +188,13 @@ int ibv_query_gid(struct vb_context *context, uint8_t port, int index, union vb_
 
 int ibv_query_pkey(struct vb_context *context, uint8_t port, int index, uint16_t *pkey)
 {
+    static const uint8_t table[3][2] = {{0xff, 0xff}, {0, 0}, {0x80, 0x12}}; /* big endian */
     (void)context;
-    if (port != 1 || index != 0) {
+    if (port != 1 || index < 0 || index > 2) {
         errno = EINVAL;
         return -1;
     }
-    *pkey = 0xffff;
+    memcpy(pkey, table[index], sizeof *pkey);
     return 0;
 }
 
@@ -220,6 +225,7 @@ static struct vb_mr *enlist(struct vb_pd *pd, void *addr, size_t length, uint64_
     mr->iova = iova;
     pthread_mutex_lock(&fake_lock);
     int full = fake_knobs.register_limit && fake_counts.registered_bytes + length > fake_knobs.register_limit;
+    full |= ++fake_counts.registrations == fake_knobs.register_fail_at;
     if (!full) {
         mr->base.lkey = mr->base.rkey = next_key;
         next_key += 0x101;
@@ -243,14 +249,18 @@ struct vb_mr *ibv_reg_mr(struct vb_pd *pd, void *addr, size_t length, int access
 
 struct vb_mr *ibv_reg_mr_iova2(struct vb_pd *pd, void *addr, size_t length, uint64_t iova, unsigned int access)
 {
+    if (fake_knobs.refuse_relaxed && (access & VB_ACCESS_RELAXED_ORDERING)) {
+        errno = EINVAL;
+        return NULL;
+    }
     return enlist(pd, addr, length, iova, (int)access);
 }
 
 /* The "dmabuf" is any file that can be mapped; its pages stay mapped for as long as the process lives. */
 struct vb_mr *ibv_reg_dmabuf_mr(struct vb_pd *pd, uint64_t offset, size_t length, uint64_t iova, int fd, int access)
 {
-    if (fcntl(fd, F_GETFD) < 0) {
-        errno = EBADF;
+    if (fake_knobs.dmabuf_errno || fcntl(fd, F_GETFD) < 0) {
+        errno = fake_knobs.dmabuf_errno ? (int)fake_knobs.dmabuf_errno : EBADF;
         return NULL;
     }
     uint8_t *memory = calloc(1, length);
@@ -356,6 +366,9 @@ struct vb_qp *ibv_create_qp(struct vb_pd *pd, struct vb_qp_init_attr *attr)
     qp->max_recv = attr->cap.max_recv_wr ? attr->cap.max_recv_wr : 1;
     qp->sends = calloc(qp->max_send, sizeof *qp->sends);
     qp->receives = calloc(qp->max_recv, sizeof *qp->receives);
+    qp->late_room = 2 * (qp->max_send + qp->max_recv);
+    qp->late = calloc(qp->late_room, sizeof *qp->late);
+    qp->ece = (struct vb_ece){0x15b3, 7, 0};
     attr->cap.max_inline_data = attr->cap.max_inline_data > 256 ? 256 : attr->cap.max_inline_data;
     pthread_mutex_lock(&fake_lock);
     qp->base.qp_num = next_number++;
@@ -373,7 +386,9 @@ int ibv_modify_qp(struct vb_qp *target, struct vb_qp_attr *attr, int mask)
     struct qp *qp = (struct qp *)target;
     int rc = 0, state = attr->qp_state;
     pthread_mutex_lock(&fake_lock);
-    if (fake_knobs.modify_errno && (int)fake_knobs.modify_state == state)
+    if (fake_knobs.gone)
+        rc = EIO;
+    else if (fake_knobs.modify_errno && (int)fake_knobs.modify_state == state)
         rc = (int)fake_knobs.modify_errno;
     else if (state >= VB_QPS_INIT && state <= VB_QPS_RTS && target->state != from[state])
         rc = EINVAL;
@@ -382,8 +397,14 @@ int ibv_modify_qp(struct vb_qp *target, struct vb_qp_attr *attr, int mask)
     else if (state == VB_QPS_ERR)
         fake_flush(qp);
     else if (state == VB_QPS_RESET)
-        qp->send_count = qp->receive_count = qp->unpolled = 0;
+        qp->send_count = qp->receive_count = qp->unpolled = qp->late_count = 0;
     if (!rc) {
+        qp->attr.port_num = mask & VB_QP_PORT ? attr->port_num : qp->attr.port_num;
+        qp->attr.pkey_index = mask & VB_QP_PKEY_INDEX ? attr->pkey_index : qp->attr.pkey_index;
+        qp->attr.path_mtu = mask & VB_QP_PATH_MTU ? attr->path_mtu : qp->attr.path_mtu;
+        qp->attr.ah_attr = mask & VB_QP_AV ? attr->ah_attr : qp->attr.ah_attr;
+        qp->attr.timeout = mask & VB_QP_TIMEOUT ? attr->timeout : qp->attr.timeout;
+        qp->attr.retry_cnt = mask & VB_QP_RETRY_CNT ? attr->retry_cnt : qp->attr.retry_cnt;
         target->state = state;
         qp->remote = mask & VB_QP_DEST_QPN ? attr->dest_qp_num : qp->remote;
         qp->rnr_retry = mask & VB_QP_RNR_RETRY ? attr->rnr_retry : qp->rnr_retry;
@@ -406,7 +427,43 @@ int ibv_destroy_qp(struct vb_qp *target)
     pthread_mutex_unlock(&fake_lock);
     free(qp->sends);
     free(qp->receives);
+    free(qp->late);
     free(qp);
+    return 0;
+}
+
+int ibv_query_qp(struct vb_qp *target, struct vb_qp_attr *attr, int mask, struct vb_qp_init_attr *init)
+{
+    struct qp *qp = (struct qp *)target;
+    (void)mask;
+    if (fake_knobs.gone)
+        return EIO;
+    *attr = qp->attr;
+    attr->qp_state = target->state;
+    attr->dest_qp_num = qp->remote;
+    attr->rnr_retry = (uint8_t)qp->rnr_retry;
+    init->cap = (struct vb_qp_cap){qp->max_send, qp->max_recv, 1, 1, fake_knobs.refuse_inline ? 0 : 256};
+    return 0;
+}
+
+int ibv_query_ece(struct vb_qp *target, struct vb_ece *ece)
+{
+    if (fake_knobs.without_ece)
+        return EOPNOTSUPP;
+    *ece = ((struct qp *)target)->ece;
+    return 0;
+}
+
+/* As hardware does: what both know remains; another vendor's options are refused. */
+int ibv_set_ece(struct vb_qp *target, struct vb_ece *ece)
+{
+    struct qp *qp = (struct qp *)target;
+    if (fake_knobs.without_ece)
+        return EOPNOTSUPP;
+    if (ece->vendor_id != qp->ece.vendor_id)
+        return EINVAL;
+    qp->ece.options &= ece->options;
+    *ece = qp->ece;
     return 0;
 }
 

@@ -36,11 +36,31 @@ static void push(struct vb_cq *target, const struct vb_wc *wc)
     }
 }
 
-static void complete(struct vb_cq *cq, struct vb_wc wc)
+static void deliver(struct vb_cq *cq, const struct vb_wc *wc)
 {
-    push(cq, &wc);
+    push(cq, wc);
     if (chance(fake_knobs.chance_duplicate) && ((struct cq *)cq)->held < cq->cqe)
-        push(cq, &wc);
+        push(cq, wc);
+}
+
+/* What is late stays behind what is late already: a queue pair keeps its order, others overtake it. */
+static void complete(struct qp *qp, struct vb_wc wc)
+{
+    if (qp->late_count == qp->late_room || (!qp->late_count && !chance(fake_knobs.chance_late))) {
+        deliver(qp->base.send_cq, &wc);
+        return;
+    }
+    qp->late[(qp->first_late + qp->late_count++) % qp->late_room] = wc;
+}
+
+/* Some of what is late, all of it once lateness is switched off. */
+static void deliver_late(struct qp *qp)
+{
+    while (qp->late_count && !chance(fake_knobs.chance_late)) {
+        deliver(qp->base.send_cq, &qp->late[qp->first_late]);
+        qp->first_late = (qp->first_late + 1) % qp->late_room;
+        qp->late_count--;
+    }
 }
 
 void fake_flush(struct qp *qp)
@@ -51,14 +71,14 @@ void fake_flush(struct qp *qp)
         return;
     }
     for (; qp->send_count; qp->send_count--) {
-        complete(qp->base.send_cq, (struct vb_wc){.wr_id = qp->sends[qp->first_send].wr.wr_id,
+        complete(qp, (struct vb_wc){.wr_id = qp->sends[qp->first_send].wr.wr_id,
                                                   .status = VB_WC_WR_FLUSH_ERR,
                                                   .opcode = 77, /* without meaning: nobody may believe it */
                                                   .qp_num = qp->base.qp_num});
         qp->first_send = (qp->first_send + 1) % qp->max_send;
     }
     for (; qp->receive_count; qp->receive_count--) {
-        complete(qp->base.recv_cq, (struct vb_wc){.wr_id = qp->receives[qp->first_receive],
+        complete(qp, (struct vb_wc){.wr_id = qp->receives[qp->first_receive],
                                                   .status = VB_WC_WR_FLUSH_ERR,
                                                   .opcode = 77,
                                                   .qp_num = qp->base.qp_num});
@@ -100,7 +120,7 @@ static int execute(struct qp *qp, struct pending *p)
         return RETRY_EXC;
     if (length && !(to = resolve(wr->wr.rdma.remote_addr, length, wr->wr.rdma.rkey, VB_ACCESS_REMOTE_WRITE)))
         return REM_ACCESS;
-    if (wr->opcode == VB_WR_RDMA_WRITE_WITH_IMM && !peer->receive_count) {
+    if (wr->opcode == VB_WR_RDMA_WRITE_WITH_IMM && (!peer->receive_count || chance(fake_knobs.chance_rnr))) {
         fake_counts.executed -= fake_knobs.fail_at != 0;
         if (qp->rnr_retry == 7 || qp->rnr_tries++ < 20 * (qp->rnr_retry + 1))
             return -1;
@@ -110,7 +130,7 @@ static int execute(struct qp *qp, struct pending *p)
     if (length)
         memcpy(to, from, length);
     if (wr->opcode == VB_WR_RDMA_WRITE_WITH_IMM) {
-        complete(peer->base.recv_cq, (struct vb_wc){.wr_id = peer->receives[peer->first_receive],
+        complete(peer, (struct vb_wc){.wr_id = peer->receives[peer->first_receive],
                                                     .opcode = VB_WC_RECV_RDMA_WITH_IMM,
                                                     .byte_len = (uint32_t)length,
                                                     .imm_data = wr->imm_data,
@@ -141,7 +161,7 @@ static int step(struct qp *qp)
     qp->first_send = (qp->first_send + 1) % qp->max_send;
     qp->send_count--;
     if (signalled || status)
-        complete(qp->base.send_cq, wc);
+        complete(qp, wc);
     qp->unpolled = signalled ? 0 : qp->unpolled + 1;
     if (status)
         fake_flush(qp);
@@ -150,12 +170,18 @@ static int step(struct qp *qp)
 
 void fake_progress(void)
 {
+    static const int events[] = {4, VB_EVENT_PORT_ACTIVE, 11, 12, VB_EVENT_GID_CHANGE}; /* of no consequence */
     int count = 0, idle = 0;
-    for (struct qp *qp = fake_qps; qp; qp = qp->next)
-        count++;
-    while (count && !fake_knobs.hold && idle < 2 * count) {
+    for (struct qp *qp = fake_qps; qp; qp = qp->next, count++)
+        if (!fake_knobs.gone)
+            deliver_late(qp);
+    while (count && !fake_knobs.hold && !fake_knobs.gone && idle < 2 * count) {
         if (chance(fake_knobs.chance_delay))
             return;
+        if (chance(fake_knobs.chance_event) && fake_counts.events < 1000) {
+            int type = events[draw() % 5];
+            fake_raise(fake_qps->base.context, type, type == 4 ? fake_qps->base.qp_num : 1);
+        }
         int pick = (int)(draw() % (uint32_t)count);
         struct qp *qp = fake_qps;
         while (pick--)
@@ -169,6 +195,8 @@ int fake_poll(struct vb_cq *target, int count, struct vb_wc *wc)
     struct cq *cq = (struct cq *)target;
     pthread_mutex_lock(&fake_lock);
     fake_progress();
+    if (fake_knobs.gone)
+        count = 0;
     if (fake_knobs.short_poll && count > (int)fake_knobs.short_poll)
         count = (int)fake_knobs.short_poll;
     int got = 0;
@@ -191,6 +219,8 @@ int fake_arm(struct vb_cq *target, int solicited_only)
 
 static int accept_send(struct qp *qp, const struct vb_send_wr *wr)
 {
+    if (fake_knobs.gone)
+        return EIO;
     if (qp->base.state < VB_QPS_RTS)
         return EINVAL;
     if (qp->send_count + qp->unpolled >= qp->max_send)
