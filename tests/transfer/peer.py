@@ -9,7 +9,10 @@ import dataclasses
 import hashlib
 import json
 import os
+import signal
 import sys
+import threading
+from collections.abc import Callable
 from typing import Any
 
 
@@ -59,8 +62,47 @@ def verbs_of(options: dict[str, Any]) -> Any:
     return VerbsSettings(choice, chunk_bytes=16384, ring=4, backend=options.get("backend", "native"))
 
 
+class Halt:
+    """Makes a send to one engine stop when half of it is with the receiver, say so, and wait for SIGUSR1."""
+
+    def __init__(self) -> None:
+        from jaxrl_sync.transfer.transports.shm import ShmSender
+        from jaxrl_sync.transfer.transports.tcp import TcpSender
+
+        self.go_on = threading.Event()
+        self._engine = ""
+        self._moved = 0
+        self._wrap(ShmSender, "_copy", lambda sender: len(sender._pieces))
+        lane = lambda sender: len(sender._lanes.windows) // len(sender._lanes.connections)  # noqa: E731
+        self._wrap(TcpSender, "_send_chunk", lane)
+
+    def _wrap(self, kind: Any, name: str, count: Callable[[Any], int]) -> None:
+        """Count the pieces that the link's own thread moves: all of shm, the first lane of tcp."""
+        real = getattr(kind, name)
+
+        def piece(sender: Any, *args: Any) -> None:
+            if self._engine and threading.current_thread().name.startswith(f"link-{self._engine}."):
+                assert count(sender) > 1, "half of one piece is none"
+                if self._moved == count(sender) // 2:
+                    self._engine = ""
+                    say(halfway=self._moved)
+                    self.go_on.wait()
+                self._moved += 1
+            real(sender, *args)
+
+        setattr(kind, name, piece)
+
+    def arm(self, engine: str) -> None:
+        """The next send to this engine will halt."""
+        self.go_on.clear()
+        self._moved, self._engine = 0, engine
+
+
 def trainer(options: dict[str, Any]) -> None:
-    """Commands: {"publish": number} and {"stats": 1}; trains (and donates) after each publish."""
+    """Commands: {"publish": number}, {"ticket": number}, {"stats": 1}.
+
+    Trains (and donates) after each publish. With "halt": ENGINE the next send to it stops halfway.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -76,17 +118,26 @@ def trainer(options: dict[str, Any]) -> None:
     settings = PublisherConfig(
         transport=options.get("transport", "auto"), ttl_s=options.get("ttl_s", 2.0), verbs=verbs_of(options)
     )
+    halt, tickets = Halt(), {}
+    signal.signal(signal.SIGUSR1, lambda *_: halt.go_on.set())
     with Publisher(options["hub"], params, token_file=options["token"], config=settings) as publisher:
         say(ready=os.getpid())
         for line in sys.stdin:
             command = json.loads(line)
             if "publish" in command:
+                if "halt" in command:
+                    halt.arm(command["halt"])
                 expected = bits(wanted(params)) if options.get("size", 1) == 1 else ""
                 ticket = publisher.publish(params, Version(options["lineage"], command["publish"]))
+                tickets[command["publish"]] = ticket
                 params = step(step(params))
                 jax.block_until_ready(params)
                 state = ticket.wait(command["wait"]).state if "wait" in command else ""
                 say(published=command["publish"], expected=expected, state=state)
+            elif "ticket" in command:
+                outcome = tickets[command["ticket"]].wait(30)
+                details = [r.detail for ranks in outcome.engines.values() for r in ranks.values()]
+                say(ticket=command["ticket"], state=outcome.state, details=details)
             else:
                 say(**publisher.stats())
 
@@ -101,8 +152,14 @@ def bits(tree: Any) -> str:
     return total.hexdigest()
 
 
+def answer_slots(subscriber: Any) -> None:
+    """For each line on stdin: sha256 of the memory of every slot."""
+    for _ in sys.stdin:
+        say(slots=[hashlib.sha256(slot.memory.data).hexdigest() for slot in subscriber._slots])
+
+
 def engine(options: dict[str, Any]) -> None:
-    """Takes every version that it is offered and tells the digest; {"hold": seconds} sleeps before a swap."""
+    """Takes every version that it is offered and tells the digest; {"slots": 1} asks what all slots hold."""
     import jax.numpy as jnp
 
     from jaxrl_sync.sharding.presets import qwen3
@@ -125,6 +182,7 @@ def engine(options: dict[str, Any]) -> None:
     convert = lambda p: qwen3.convert(p, config, 2, jnp.bfloat16)  # noqa: E731
     target = qwen3.engine_abstract(config, grid)
     with Subscriber(options["hub"], target, convert, token_file=options["token"], config=settings) as sub:
+        threading.Thread(target=answer_slots, args=(sub,), daemon=True).start()
         say(ready=os.getpid())
         while True:
             update = sub.poll(timeout_s=60)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -71,6 +72,12 @@ class Peer:
         answer = self.expect("published")
         assert answer["published"] == number
         return str(answer["expected"])
+
+    def slots(self) -> list[str]:
+        """What lies in every slot of an engine now."""
+        self.tell(slots=1)
+        found: list[str] = self.expect("slots")["slots"]
+        return found
 
     def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
         self.process.send_signal(how)
@@ -184,23 +191,27 @@ def test_kill_and_stop_of_the_sender_in_mid_transfer(cast: Cast, token_file: Pat
         peer.expect("ready")
     expected = trainer.publish(0)
     assert reach(engine, "a:0", 120)["digest"] == expected
-    trainer.tell(publish=1)
-    engine.expect("preparing")
-    trainer.kill(signal.SIGSTOP)  # in mid-write, or close to it
-    failed = engine.expect("error", 30)
-    assert failed["installed"] == "a:0" and failed["error"] in ("DeadlineError", "PeerLost")
+    trainer.tell(publish=1, halt="x")
+    trainer.expect("halfway")
+    trainer.kill(signal.SIGSTOP)
+    failed = engine.expect("error", 60)
+    assert failed["installed"] == "a:0" and failed["error"] == "DeadlineError"
     resumed = cast.trainer("b", seed=9, **big)
     resumed.expect("ready")
     expected = resumed.publish(0)
-    seen = reach(engine, "b:0", 120)
-    assert seen["digest"] == expected
+    assert reach(engine, "b:0", 120)["digest"] == expected
+    before = engine.slots()
     trainer.kill(signal.SIGCONT)  # wakes up with a round that is long over, replaced by another process
-    time.sleep(1.0)
-    resumed.tell(publish=1)
-    engine.expect("preparing")
-    time.sleep(0.02)
+    trainer.kill(signal.SIGUSR1)
+    trainer.tell(ticket=1)
+    ended = trainer.expect("ticket")
+    assert ended["state"] == "failed" and re.search("x.0|round", ended["details"][0])
+    assert engine.slots() == before
+    resumed.tell(publish=1, halt="x")
+    resumed.expect("halfway")
     resumed.kill()
-    assert engine.expect("message", 30)["installed"] == "b:0"
+    failed = engine.expect("message", 60)
+    assert failed["installed"] == "b:0" and failed["error"] == "PeerLost"
     last = cast.trainer("c", seed=2, **big)
     last.expect("ready")
     expected = last.publish(1)
@@ -216,11 +227,12 @@ def test_killed_receiver_in_mid_transfer_disturbs_nobody(cast: Cast, transport: 
         peer.expect("ready")
     expected = trainer.publish(0)
     assert reach(victim, "a:0", 120)["digest"] == reach(other, "a:0", 120)["digest"] == expected
-    trainer.tell(publish=1, wait=20)
-    victim.expect("preparing")
+    trainer.tell(publish=1, wait=60, halt="x")
+    trainer.expect("halfway")
     victim.kill()
+    trainer.kill(signal.SIGUSR1)
     answer = trainer.expect("published")
-    assert answer["state"] in ("partially_committed", "committed")  # the kill may come just after the swap
+    assert answer["state"] == "partially_committed"
     assert reach(other, "a:1", 120)["digest"] == answer["expected"]
     again = cast.engine("x", **big)
     again.expect("ready")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Any
 
-from jaxrl_sync.sharding import CopyTable, Edge, SlotLayout
-from jaxrl_sync.transfer.errors import TransferError
+from jaxrl_sync.sharding import Copy, CopyTable, Edge, SlotLayout
+from jaxrl_sync.transfer.errors import DeadlineError, TransferError
 from jaxrl_sync.transfer.memory import ForeignMemory
 from jaxrl_sync.transfer.transports.base import Shards
+
+PIECES = 8
+"""A send looks at its deadline this often: each look costs the threads a meeting."""
 
 
 class ShmSender:
@@ -16,7 +21,7 @@ class ShmSender:
     name = "shm"
 
     def __init__(self, edge: Edge, slot: SlotLayout, run_id: str, threads: int) -> None:
-        self._table = CopyTable.direct(edge.copies)
+        self._pieces = [CopyTable.direct(copies) for copies in _pieces(edge.copies)]
         self._slot = slot
         self._run_id = run_id
         self._threads = threads
@@ -42,7 +47,15 @@ class ShmSender:
         live = ready.get("segments", [])
         for name in [n for n in self._open if n not in live and n != segment["name"]]:
             self._forget(name)
-        self._table.execute(sources, self._open[segment["name"]][1], threads=self._threads)
+        views = self._open[segment["name"]][1]
+        for piece in self._pieces:
+            self._copy(piece, sources, views, deadline)
+
+    def _copy(self, piece: CopyTable, sources: Shards, views: Shards, deadline: float) -> None:
+        """One piece; a sender that stood still past its round's end goes no further."""
+        if time.monotonic() > deadline:
+            raise DeadlineError("the round ended before all bytes were copied into shared memory")
+        piece.execute(sources, views, threads=self._threads)
 
     def _forget(self, name: str) -> None:
         memory, views = self._open.pop(name)
@@ -53,6 +66,20 @@ class ShmSender:
         """Unmap everything; idempotent."""
         for name in list(self._open):
             self._forget(name)
+
+
+def _pieces(copies: Sequence[Copy]) -> list[list[Copy]]:
+    """The copies in about PIECES groups of equal bytes."""
+    limit = sum(c.total_bytes for c in copies) / PIECES
+    groups: list[list[Copy]] = []
+    filled = limit
+    for copy in copies:
+        if filled >= limit:
+            groups.append([])
+            filled = 0.0
+        groups[-1].append(copy)
+        filled += copy.total_bytes
+    return groups
 
 
 class ShmReceiver:

@@ -69,21 +69,16 @@ class TcpSender:
 
     def send(self, ready: dict[str, Any], sources: Shards, deadline: float) -> None:
         """Send every chunk; returns when the kernel has taken all of them."""
-        lanes = self._lanes
+        round_id = ready.get("round")
+        self._lanes.run(lambda lane, chunk: self._send_chunk(lane, chunk, round_id, sources, deadline))
 
-        def work(lane: int, chunk: int) -> None:
-            table = lanes.windows[chunk]
-            packed = lanes.staging[lane][: table.total_bytes]
-            table.execute(sources, packed)
-            header = {
-                "kind": "chunk",
-                "round": ready.get("round"),
-                "chunk": chunk,
-                "xxh3": xxhash.xxh3_128_hexdigest(packed),
-            }
-            lanes.connections[lane].send(header, packed, timeout_s=remaining(deadline))
-
-        lanes.run(work)
+    def _send_chunk(self, lane: int, chunk: int, round_id: object, sources: Shards, deadline: float) -> None:
+        lanes, table = self._lanes, self._lanes.windows[chunk]
+        packed = lanes.staging[lane][: table.total_bytes]
+        table.execute(sources, packed)
+        digest = xxhash.xxh3_128_hexdigest(packed)
+        header = {"kind": "chunk", "round": round_id, "chunk": chunk, "xxh3": digest}
+        lanes.connections[lane].send(header, packed, timeout_s=remaining(deadline))
 
     def close(self) -> None:
         """Close the extra lanes; idempotent."""
