@@ -5,6 +5,8 @@
 
 #include "kernels.h"
 
+extern PyMethodDef delta_methods[];
+
 static int check_table(const Py_buffer *table, size_t row, const Py_buffer *sources, const Py_buffer *targets)
 {
     if ((size_t)table->len % row != 0 || sources->len % (Py_ssize_t)sizeof(uintptr_t) != 0 ||
@@ -99,7 +101,7 @@ static PyMethodDef methods[] = {
 
 static int module_exec(PyObject *module)
 {
-    if (PyModule_AddIntConstant(module, "MAX_DIMS", MAX_DIMS) < 0)
+    if (PyModule_AddIntConstant(module, "MAX_DIMS", MAX_DIMS) < 0 || PyModule_AddFunctions(module, delta_methods) < 0)
         return -1;
     return PyModule_AddIntConstant(module, "HAS_AVX2", has_avx2());
 }
