@@ -87,6 +87,7 @@ class MemoryRegion:
     """
 
     relaxed_ordering: bool
+    in_flight: int
     def __new__(
         cls,
         context: Context,

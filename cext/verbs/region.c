@@ -219,6 +219,7 @@ static PyMethodDef methods[] = {
 static PyMemberDef members[] = {
     {"__weaklistoffset__", T_PYSSIZET, offsetof(region_object, weak_refs), READONLY, NULL},
     {"relaxed_ordering", T_BOOL, offsetof(region_object, relaxed), READONLY, "whether PCIe may reorder writes to it"},
+    {"in_flight", T_LONGLONG, offsetof(region_object, in_flight), READONLY, "calls of write that still read it"},
     {NULL, 0, 0, 0, NULL},
 };
 

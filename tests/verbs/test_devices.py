@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from jaxrl_sync.cli import main
+from jaxrl_sync.transfer.verbs import counters
 from jaxrl_sync.transfer.verbs.cli import describe, lines
-from jaxrl_sync.transfer.verbs.devices import Choice, Port, choose, scan
+from jaxrl_sync.transfer.verbs.devices import Choice, Port, chain, choose, distance, rails, scan
 from jaxrl_sync.transfer.verbs.errors import VerbsError
 
 LINK_LOCAL = "fe80:0000:0000:0000:5054:00ff:fe77:0001"
@@ -27,13 +28,20 @@ def make(
     layer: str = "Ethernet",
     rate: str = "100 Gb/sec (4X EDR)",
     numa: int = 0,
+    pkeys: tuple[str, ...] = ("0xffff",),
+    pci: str = "",
 ) -> None:
-    """A device with one port; ``gids`` are (text, kind, interface)."""
+    """A device with one port; ``gids`` are (text, kind, interface), ``pci`` its chain of buses."""
     port = root / "ib" / device / "ports" / "1"
     for folder in ("gids", "gid_attrs/types", "gid_attrs/ndevs"):
         (port / folder).mkdir(parents=True)
-    (port.parents[1] / "device").mkdir()
-    (port.parents[1] / "device" / "numa_node").write_text(f"{numa}\n")
+    folder = root / "devices" / (pci or f"platform/{device}")
+    folder.mkdir(parents=True, exist_ok=True)
+    (port.parents[1] / "device").symlink_to(folder)
+    (folder / "numa_node").write_text(f"{numa}\n")
+    (port / "pkeys").mkdir()
+    for index, key in enumerate(pkeys):
+        (port / "pkeys" / str(index)).write_text(key + "\n")
     for name, text in [("state", state), ("link_layer", layer), ("rate", rate), ("lid", "0x1a")]:
         (port / name).write_text(text + "\n")
     for index, (gid, kind, netdev) in enumerate(gids):
@@ -103,7 +111,9 @@ def test_every_refusal_says_why(tmp_path: Path) -> None:
     with pytest.raises(VerbsError, match="the kernel lists no RDMA device"):
         choose(scan(tmp_path / "none"))
     make(tmp_path, "a", [], state="1: DOWN")
-    with pytest.raises(VerbsError, match=r"no usable RDMA port \(a:1: DOWN, expected ACTIVE\)"):
+    with pytest.raises(
+        VerbsError, match=r"no usable RDMA port \(a:1: DOWN, expected ACTIVE: check cable and"
+    ):
         choose(ports(tmp_path))
     with pytest.raises(VerbsError, match="a:1: not among b"):
         choose(ports(tmp_path), Choice(include=("b",)))
@@ -121,6 +131,93 @@ def test_empty_table_and_v1_only_are_named(tmp_path: Path) -> None:
 def test_infiniband_needs_no_address(tmp_path: Path) -> None:
     make(tmp_path, "a", [(LINK_LOCAL, "IB/RoCE v1", "")], layer="InfiniBand")
     assert choose(ports(tmp_path)).reason.endswith("GID 0: InfiniBand GID")
+
+
+GOOD = [(IPV4, "RoCE v2", "eth0")]
+
+
+def test_partition_key_is_found_by_value_full_members_first(tmp_path: Path) -> None:
+    make(tmp_path, "a", GOOD, pkeys=("0xffff", "0x0000", "0x0012", "0x8012", "0x0034"))
+    found = ports(tmp_path)
+    assert choose(found).pkey_index == 0
+    chosen = choose(found, Choice(pkey=0x0012))
+    assert (chosen.pkey_index, chosen.reason.endswith(", P_Key 3: 0x8012")) == (3, True)
+    assert choose(found, Choice(pkey=0x8034)).pkey_index == 4
+    with pytest.raises(
+        VerbsError, match="a:1 has no P_Key 0x0056 as configured; it has 0xffff, 0x0012, 0x80"
+    ):
+        choose(found, Choice(pkey=0x56))
+    with pytest.raises(VerbsError, match="no P_Key 0x8000"):
+        choose(found, Choice(pkey=0x8000))
+
+
+def gpu(root: Path, chain_: str, numa: int) -> Path:
+    """A GPU at the end of a chain of buses; the folder of links by address."""
+    folder = root / "devices" / chain_
+    folder.mkdir(parents=True)
+    (folder / "numa_node").write_text(f"{numa}\n")
+    (root / "pci").mkdir(exist_ok=True)
+    (root / "pci" / folder.name).symlink_to(folder)
+    return root / "pci"
+
+
+def test_distance_walks_the_ancestors(tmp_path: Path) -> None:
+    """Not by prefixes of paths: 0000:00:01.0 and 0000:00:01.00 would be told apart, buses 0 and 1 too."""
+    switch = "pci0000:00/0000:00:01.0/0000:01:00.0"
+    pci = gpu(tmp_path, f"{switch}/0000:02:00.0/0000:03:00.0", 0)
+    for name, where, numa in [
+        ("near", f"{switch}/0000:02:01.0/0000:04:00.0", 0),
+        ("root", "pci0000:00/0000:00:02.0/0000:05:00.0", 0),
+        ("node", "pci0000:10/0000:10:01.0/0000:11:00.0", 0),
+        ("far", "pci0000:80/0000:80:01.0/0000:81:00.0", 1),
+    ]:
+        make(tmp_path, name, GOOD, numa=numa, pci=where)
+    choice = Choice(near="0000:03:00.0")
+    found = {port.device: distance(port, choice, pci) for port in ports(tmp_path)}
+    assert {name: steps for name, (steps, _) in found.items()} == {"near": 0, "root": 1, "node": 2, "far": 3}
+    assert found["near"][1] == "behind one switch with 0000:03:00.0"
+    assert found["far"][1] == "on NUMA node 1, memory on 0"
+    assert chain(tmp_path / "ib" / "near" / "device")[0] == "pci0000:00"
+    with pytest.raises(VerbsError, match="no PCI device 0000:99:00.0 is here"):
+        distance(ports(tmp_path)[0], Choice(near="0000:99:00.0"), pci)
+
+
+def test_rails_are_different_ports_and_face_each_other(tmp_path: Path) -> None:
+    make(tmp_path, "b", GOOD, rate="400 Gb/sec (4X NDR)")
+    make(tmp_path, "a", GOOD)
+    make(tmp_path, "c", GOOD, rate="400 Gb/sec (4X NDR)")
+    make(tmp_path, "d", GOOD, state="1: DOWN")
+    found = ports(tmp_path)
+
+    def names(count: int, **wishes: tuple[str, ...]) -> list[str]:
+        return [chosen.port.name for chosen in rails(found, Choice(**wishes), count)]
+
+    assert names(1) == ["b:1"] and names(2) == ["b:1", "c:1"] and names(3) == ["a:1", "b:1", "c:1"]
+    assert names(2, include=("c", "a:1")) == ["c:1", "a:1"], "as named"
+    with pytest.raises(VerbsError, match="4 rails are wanted, usable ports are b:1, c:1, a:1"):
+        names(4)
+    with pytest.raises(VerbsError, match="d:1: DOWN"):
+        names(2, include=("a", "d"))
+
+
+def test_counters_of_a_port(tmp_path: Path) -> None:
+    make(tmp_path, "a", GOOD)
+    folder = tmp_path / "ib" / "a" / "ports" / "1"
+    for kind, name, text in [
+        ("counters", "port_xmit_data", "1000"),
+        ("counters", "unreadable", "N/A (no PMA)"),
+        ("hw_counters", "completer_retry_err", "3"),
+        ("hw_counters", "rcvd_pkts", "7"),
+    ]:
+        (folder / kind).mkdir(exist_ok=True)
+        (folder / kind / name).write_text(text + "\n")
+    before = counters.read("a", 1, tmp_path / "ib")
+    assert before == {"port_xmit_data": 1000, "completer_retry_err": 3, "rcvd_pkts": 7}
+    assert counters.read("b", 1, tmp_path / "ib") == {}
+    after = {**before, "port_xmit_data": 1500, "completer_retry_err": 5, "rcvd_pkts": 2}
+    changes = counters.moved(before, after)
+    assert changes == {"port_xmit_data": 500, "completer_retry_err": 2, "rcvd_pkts": 2}
+    assert counters.trouble(changes) == {"completer_retry_err": 2}
 
 
 def test_command_line_shows_ports_ranks_and_the_choice(fake_path: str, tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxrl_sync.transfer.verbs.errors import VerbsError
+from jaxrl_sync.transfer.verbs.events import event_of
 from tests.verbs.fakelib import Fake
-from tests.verbs.pairs import End, pair, write
+from tests.verbs.pairs import End, connect, pair, write
 
 FLUSH = 5
 EXAMPLES = settings(
@@ -69,6 +70,14 @@ def check_fates(end: End, records: npt.NDArray[np.void]) -> None:
         assert (qp.failed, qp.flushed, qp.lost) == (min(1, len(failed)), max(0, len(failed) - 1), 0)
 
 
+def settled(end: End) -> npt.NDArray[np.void]:
+    """What has completed, with nothing held back any more."""
+    parts = [end.poll()]
+    while len(parts[-1]):
+        parts.append(end.poll())
+    return np.concatenate(parts)
+
+
 @EXAMPLES
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -79,6 +88,8 @@ def check_fates(end: End, records: npt.NDArray[np.void]) -> None:
     partial=st.sampled_from([0, 8000, 40000]),
     duplicate=st.sampled_from([0, 20000]),
     delay=st.sampled_from([0, 30000]),
+    late=st.sampled_from([0, 30000, 60000]),
+    rnr=st.sampled_from([0, 40000]),
     short_poll=st.sampled_from([0, 1, 3]),
     fail_at=st.one_of(st.just(0), st.integers(1, 300)),
     fail_status=st.integers(1, 23).filter(lambda s: s != FLUSH),
@@ -93,6 +104,8 @@ def test_no_byte_is_lost_and_no_completion_told_twice(
     partial: int,
     duplicate: int,
     delay: int,
+    late: int,
+    rnr: int,
     short_poll: int,
     fail_at: int,
     fail_status: int,
@@ -113,6 +126,9 @@ def test_no_byte_is_lost_and_no_completion_told_twice(
             partial_errno=errno.ENOMEM,
             chance_duplicate=duplicate,
             chance_delay=delay,
+            chance_late=late,
+            chance_rnr=rnr,
+            chance_event=1000,
             short_poll=short_poll,
             fail_at=fail_at,
             fail_status=fail_status,
@@ -120,7 +136,9 @@ def test_no_byte_is_lost_and_no_completion_told_twice(
         records = drive(left, right, shares, signal_every, imm=100)
         fake.set()
         check_fates(left, records)
-        arrived = right.poll(64)
+        names = {event_of(row).name for row in left.context.async_events()}
+        assert names <= {"COMM_EST", "PORT_ACTIVE", "LID_CHANGE", "PKEY_CHANGE", "GID_CHANGE"}
+        arrived = settled(right)
         arrived = arrived[arrived["status"] == 0]
         whole = [i for i, qp in enumerate(left.qps) if not qp.failed]
         assert sorted(arrived["imm"].tolist()) == [100 + i for i in whole]
@@ -131,6 +149,56 @@ def test_no_byte_is_lost_and_no_completion_told_twice(
                 got = right.memory[start : start + length]
                 want = left.memory[start : start + length] if n < good else 0
                 assert (got == want).all(), (i, n, good)
+
+
+@EXAMPLES
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    depth=st.integers(2, 64),
+    fail_every=st.integers(3, 60),
+    status=st.sampled_from([1, 4, 9, 10, 11, 12, 13, 21]),
+    late=st.sampled_from([0, 40000]),
+    lossy=st.booleans(),
+)
+def test_every_byte_arrives_over_connections_that_fail_again_and_again(
+    fake: Fake, seed: int, depth: int, fail_every: int, status: int, late: int, lossy: bool
+) -> None:
+    """After each error the queue pairs are reset and connected anew; what has no success is written again.
+
+    A lossy device flushes nothing: what it owes is counted as lost, and written again too.
+    """
+    rng = np.random.default_rng(seed)
+    nbytes = 8000
+    fake.set()
+    with pair(nbytes, depth=depth, receives=4) as (left, right):
+        left.memory[:] = rng.integers(1, 256, nbytes, dtype=np.uint8)
+        todo, qp, told = cut(rng, nbytes, 90), left.qps[0], 0
+        end = time.monotonic() + 60
+        while len(todo):
+            assert time.monotonic() < end
+            fake.set(seed=seed + told, fail_at=fail_every, fail_status=status, chance_late=late)
+            first = qp.posted + 1
+            accepted = write(left, right, todo, signal_every=3)
+            good = 0
+            while qp.in_flight and not qp.failed - told:
+                assert left.cq.wait(20.0)
+                records = left.poll()
+                good += int(records["retires"][records["status"] == 0].sum())
+                told_now = records[records["status"] != 0]
+                if len(told_now):  # what is before the failed one was done, signalled or not
+                    good = int(told_now["seq"][0]) - first
+            todo = todo[min(good, accepted) :]
+            if qp.failed > told:
+                told = qp.failed
+                fake.set(lossy_reset=int(lossy))
+                qp.reset(0.05)
+                right.qps[0].reset(0.05)
+                settled(left)
+                fake.set()
+                connect(qp, right.qps[0], left, right)
+                connect(right.qps[0], qp, right, left)
+        np.testing.assert_array_equal(right.memory, left.memory)
+        assert qp.posted == qp.retired and left.region.in_flight == 0
 
 
 def test_posting_and_polling_in_two_threads(fake: Fake) -> None:

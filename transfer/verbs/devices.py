@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from jaxrl_sync.transfer.verbs.errors import VerbsError
 
 SYSFS = Path("/sys/class/infiniband")
 NETDEVS = Path("/sys/class/net")
+PCI = Path("/sys/bus/pci/devices")
 MAX_GIDS = 256
+MAX_PKEYS = 256
 _OVERLAYS = ("docker", "br-", "cni", "flannel", "cali", "virbr", "veth-")
 _MAPPED = bytes(10) + b"\xff\xff"
 
@@ -40,7 +43,10 @@ class Gid:
 
 @dataclasses.dataclass(frozen=True)
 class Port:
-    """One port of a device. ``rate_gbps`` is speed times width, ``numa`` the device's node or -1."""
+    """One port of a device. ``rate_gbps`` is speed times width, ``numa`` the device's node or -1.
+
+    ``pkeys`` is the table of partition keys, ``pci`` the chain of buses and bridges down to the device.
+    """
 
     device: str
     number: int
@@ -50,6 +56,8 @@ class Port:
     lid: int
     numa: int
     gids: tuple[Gid, ...]
+    pkeys: tuple[int, ...] = ()
+    pci: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -62,7 +70,8 @@ class Choice:
     """What the user wants. Devices as ``mlx5_0``, ``mlx5_0:1``, ``mlx5*``.
 
     ``gid_index`` overrides the ranking. ``family`` is 4, 6 or 0 for either; ``cidr`` restricts the GID's
-    address; ``numa`` is where the memory is.
+    address; ``numa`` is where the memory is, ``near`` the PCI address of a GPU (``0000:3b:00.0``) that it is
+    in. ``pkey`` is a partition key by value; without it the first one of the table serves.
     """
 
     include: tuple[str, ...] = ()
@@ -71,15 +80,18 @@ class Choice:
     family: int = 0
     cidr: str = ""
     numa: int = -1
+    near: str = ""
+    pkey: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """A port, its GID, and the reason in words."""
+    """A port, its GID, the index of the P_Key, and the reason in words."""
 
     port: Port
     gid: Gid
     reason: str
+    pkey_index: int = 0
 
 
 def _read(path: Path) -> str:
@@ -127,7 +139,27 @@ def _port(device: Path, folder: Path, netdevs: Path) -> Port:
         lid=int(_read(folder / "lid") or "0", 16),
         numa=int(numa) if numa.lstrip("-").isdigit() else -1,
         gids=_gids(folder, layer, netdevs),
+        pkeys=_pkeys(folder / "pkeys"),
+        pci=chain(device / "device"),
     )
+
+
+def _pkeys(folder: Path) -> tuple[int, ...]:
+    """The table by index; 0 where an entry is empty or can't be read."""
+    found = []
+    for index in range(MAX_PKEYS):
+        if not (folder / str(index)).exists():
+            break
+        text = _read(folder / str(index))
+        found.append(int(text, 16) if text.startswith("0x") else 0)
+    return tuple(found)
+
+
+def chain(device: Path) -> tuple[str, ...]:
+    """Root bus, bridges and address of a PCI device in this order; empty for what isn't on a PCI bus."""
+    parts = Path(os.path.realpath(device)).parts
+    roots = [i for i, part in enumerate(parts) if part.startswith("pci") and ":" in part]
+    return parts[roots[0] :] if roots else ()
 
 
 def scan(sysfs: Path = SYSFS, netdevs: Path = NETDEVS) -> list[Port]:
@@ -180,6 +212,43 @@ def best_gid(port: Port, choice: Choice) -> tuple[Gid, str]:
     return gid, f"GID {gid.index}: {reason}"
 
 
+def pkey_index(port: Port, pkey: int | None) -> int:
+    """Where the table of a port has a partition key, full membership (bit 15) first. VerbsError if nowhere.
+
+    Limited and full members of a partition differ in that bit only, and either value finds both.
+    """
+    if pkey is None:
+        return 0
+    same = [i for i, value in enumerate(port.pkeys) if value & 0x7FFF == pkey & 0x7FFF and value & 0x7FFF]
+    if not same:
+        have = ", ".join(f"0x{value:04x}" for value in port.pkeys if value) or "none"
+        raise VerbsError(0, f"{port.name} has no P_Key 0x{pkey:04x} as configured; it has {have}")
+    return min(same, key=lambda i: (not port.pkeys[i] & 0x8000, i))
+
+
+def distance(port: Port, choice: Choice, pci: Path = PCI) -> tuple[int, str]:
+    """How far the port is from the memory, and in words: 0 one switch, 1 one root, 2 one NUMA node, 3 other.
+
+    Found by walking the ancestors of both PCI devices; where nothing is known, 2.
+    """
+    other = chain(pci / choice.near) if choice.near else ()
+    if choice.near and not other:
+        raise VerbsError(0, f"no PCI device {choice.near} is here, expected an address as 0000:3b:00.0")
+    numa = int(_read(pci / choice.near / "numa_node") or "-1") if other else choice.numa
+    shared = 0
+    for ours, theirs in zip(port.pci[:-1], other[:-1], strict=False):
+        if ours != theirs:
+            break
+        shared += 1
+    if shared > 2:  # root bus, root port, and at least one bridge more
+        return 0, f"behind one switch with {choice.near}"
+    if shared > 0:
+        return 1, f"under one root with {choice.near}"
+    if numa >= 0 and port.numa >= 0 and port.numa != numa:
+        return 3, f"on NUMA node {port.numa}, memory on {numa}"
+    return 2, f"on NUMA node {port.numa}" if port.numa >= 0 else ""
+
+
 def _matches(pattern: str, port: Port) -> bool:
     name, _, number = pattern.partition(":")
     if number and number != str(port.number):
@@ -188,7 +257,7 @@ def _matches(pattern: str, port: Port) -> bool:
 
 
 def candidates(ports: Sequence[Port], choice: Choice) -> list[Port]:
-    """Active ports that the filters leave, best first: near memory, then fast, then by name.
+    """Active ports that the filters leave, best first: near the memory, then fast, then by name.
 
     VerbsError that says of each port why it is out.
     """
@@ -199,14 +268,24 @@ def candidates(ports: Sequence[Port], choice: Choice) -> list[Port]:
         elif any(_matches(p, port) for p in choice.exclude):
             out.append(f"{port.name}: excluded")
         elif port.state != "ACTIVE":
-            out.append(f"{port.name}: {port.state}, expected ACTIVE")
+            out.append(f"{port.name}: {port.state}, expected ACTIVE: check cable and switch, or `ip link`")
         else:
             left.append(port)
     if not left:
-        why = "; ".join(out) or "the kernel lists no RDMA device"
+        why = "; ".join(out) or "the kernel lists no RDMA device: load its driver, or use shm or tcp"
         raise VerbsError(0, f"no usable RDMA port ({why})")
-    near = {p: choice.numa >= 0 and p.numa >= 0 and p.numa != choice.numa for p in left}
-    return sorted(left, key=lambda p: (near[p], -p.rate_gbps, p.device, p.number))
+    far = {p: distance(p, choice)[0] for p in left}
+    return sorted(left, key=lambda p: (far[p], -p.rate_gbps, p.device, p.number))
+
+
+def _chosen(port: Port, choice: Choice) -> Chosen:
+    gid, reason = best_gid(port, choice)
+    index = pkey_index(port, choice.pkey)
+    where = distance(port, choice)[1] if choice.near else f"NUMA {port.numa}" if port.numa >= 0 else ""
+    facts = [port.link_layer, where, f"{port.rate_gbps:g} Gb/s", "ACTIVE"]
+    key = f", P_Key {index}: 0x{port.pkeys[index]:04x}" if choice.pkey is not None else ""
+    text = f"{port.name} ({', '.join(fact for fact in facts if fact)}), {reason}{key}"
+    return Chosen(port, gid, text, index)
 
 
 def choose(ports: Sequence[Port], choice: Choice = Choice()) -> Chosen:  # noqa: B008
@@ -214,11 +293,29 @@ def choose(ports: Sequence[Port], choice: Choice = Choice()) -> Chosen:  # noqa:
     failures = []
     for port in candidates(ports, choice):
         try:
-            gid, reason = best_gid(port, choice)
+            return _chosen(port, choice)
         except VerbsError as error:
             failures.append(str(error))
-            continue
-        where = f"NUMA {port.numa}, " if port.numa >= 0 else ""
-        text = f"{port.name} ({port.link_layer}, {where}{port.rate_gbps:g} Gb/s, ACTIVE), {reason}"
-        return Chosen(port, gid, text)
     raise VerbsError(0, "; ".join(failures))
+
+
+def rails(ports: Sequence[Port], choice: Choice, count: int) -> list[Chosen]:
+    """``count`` different ports, in the order of ``choice.include`` where that names them one by one.
+
+    Else the best ones in the order of their names: rail i of one machine then faces rail i of its like.
+
+    VerbsError if there are fewer: never is one port taken twice, nor a missing one passed over.
+    """
+    named = [name for name in choice.include if not name.endswith("*")]
+    if len(named) >= count:
+        return [choose(ports, dataclasses.replace(choice, include=(name,))) for name in named[:count]]
+    found, failures = [], []
+    for port in candidates(ports, choice):
+        try:
+            found.append(_chosen(port, choice))
+        except VerbsError as error:
+            failures.append(str(error))
+    if len(found) < count:
+        have = ", ".join(c.port.name for c in found) or "none"
+        raise VerbsError(0, "; ".join([f"{count} rails are wanted, usable ports are {have}", *failures]))
+    return sorted(found[:count], key=lambda c: (c.port.device, c.port.number))
