@@ -6,6 +6,7 @@
 #include "kernels.h"
 
 extern PyMethodDef delta_methods[];
+int add_ffi_handlers(PyObject *module);
 
 static int check_table(const Py_buffer *table, size_t row, const Py_buffer *sources, const Py_buffer *targets)
 {
@@ -101,7 +102,8 @@ static PyMethodDef methods[] = {
 
 static int module_exec(PyObject *module)
 {
-    if (PyModule_AddIntConstant(module, "MAX_DIMS", MAX_DIMS) < 0 || PyModule_AddFunctions(module, delta_methods) < 0)
+    if (PyModule_AddIntConstant(module, "MAX_DIMS", MAX_DIMS) < 0 ||
+        PyModule_AddFunctions(module, delta_methods) < 0 || add_ffi_handlers(module) < 0)
         return -1;
     return PyModule_AddIntConstant(module, "HAS_AVX2", has_avx2());
 }

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal
 
 from jaxrl_sync.sharding.errors import UserError
+from jaxrl_sync.sharding.presets.quantization import Quantization
 
 KvPolicy = Literal["keep", "recompute"]
 Dtype = Literal["float32", "bfloat16"]
@@ -35,6 +36,7 @@ class EngineConfig:
     extras: named per-token arrays to record beside the log-probs; known: ``entropy``.
     version_probe: the weights carry a version stamp per layer (``inference.probe``), and every forward pass
         reports the least and the greatest stamp it used.
+    quantization: how the layers' matrices are held and travel; None leaves them in the engine's dtype.
     seed: the run seed of the random keys.
     """
 
@@ -52,6 +54,7 @@ class EngineConfig:
     kv_policy: KvPolicy = "keep"
     extras: tuple[str, ...] = ()
     version_probe: bool = False
+    quantization: Quantization | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:

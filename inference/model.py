@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_sync.inference.kv_cache import Cache, LayerCache, write_token
+from jaxrl_sync.sharding.presets.quantized import matrix
 from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig
 
 Params = dict[str, Any]
@@ -138,26 +139,26 @@ def _block(
 ) -> jax.Array:
     """One layer; ``attend(q [..., G, Q, K], k [..., G, K], v [..., G, K]) -> [..., G, Q, K]``."""
     h = rms_norm(x, layer["input_norm"], eps)
-    qkv = jnp.einsum("...d,dgck->...gck", h, layer["qkv"].astype(x.dtype))
+    qkv = jnp.einsum("...d,dgck->...gck", h, matrix(layer["qkv"], x.dtype))
     heads = qkv.shape[-2] - 2
     q = apply_rope(rms_norm(qkv[..., :heads, :], layer["q_norm"], eps), *_over(cos, sin, 2))
     k = apply_rope(rms_norm(qkv[..., heads, :], layer["k_norm"], eps), *_over(cos, sin, 1))
     out = attend(q, k, qkv[..., heads + 1, :])
     x = x + _sum_over(axis, "...gqk,gqkd->...d", out, layer["o"])
     h = rms_norm(x, layer["post_attn_norm"], eps)
-    gate_up = jnp.einsum("...d,dcf->...cf", h, layer["gate_up"].astype(x.dtype))
+    gate_up = jnp.einsum("...d,dcf->...cf", h, matrix(layer["gate_up"], x.dtype))
     h = jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
     return x + _sum_over(axis, "...f,fd->...d", h, layer["down"])
 
 
-def _sum_over(axis: Axis, subscripts: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
+def _sum_over(axis: Axis, subscripts: str, x: jax.Array, kernel: Any) -> jax.Array:
     """A product whose contraction runs over ``axis``: float32 partial sums, an all-reduce, then x's dtype."""
     part = _float32(subscripts, x, kernel)
     return (part if axis is None else jax.lax.psum(part, axis)).astype(x.dtype)
 
 
-def _float32(subscripts: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return jnp.einsum(subscripts, x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+def _float32(subscripts: str, x: jax.Array, kernel: Any) -> jax.Array:
+    return jnp.einsum(subscripts, x, matrix(kernel, x.dtype), preferred_element_type=jnp.float32)
 
 
 def _over(cos: jax.Array, sin: jax.Array, dims: int) -> tuple[jax.Array, jax.Array]:

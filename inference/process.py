@@ -36,6 +36,7 @@ from jaxrl_sync.inference.server import EngineServer, ServerConfig
 from jaxrl_sync.inference.tokenizer import load_tokenizer
 from jaxrl_sync.inference.updater import Record, Shadow, SwapPolicy, Updater
 from jaxrl_sync.sharding.presets import qwen3
+from jaxrl_sync.sharding.presets.quantized import quantized_convert
 from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig
 from jaxrl_sync.transfer import auth
 from jaxrl_sync.transfer.config import SubscriberConfig
@@ -112,7 +113,9 @@ def run(
 
 def engine_convert(model: DecoderConfig, config: EngineConfig, tp: int, dtype: str) -> Callable[[Any], Any]:
     """The function from the trainer's tree to this engine's tree; the trainer is given the same one."""
-    convert = functools.partial(qwen3.convert, cfg=model, tp=tp, dtype=np.dtype(dtype))
+    convert: Callable[[Any], Any] = functools.partial(qwen3.convert, cfg=model, tp=tp, dtype=np.dtype(dtype))
+    if config.quantization is not None:
+        convert = quantized_convert(convert, config.quantization, tp)
     return probe.stamped_convert(convert) if config.version_probe else convert
 
 

@@ -15,6 +15,7 @@ from jaxrl_sync.inference.config import EngineConfig, EngineConfigError
 from jaxrl_sync.inference.errors import EngineError
 from jaxrl_sync.inference.plan import NUM_FLOATS, NUM_INTS, Prefill, StepOutput, StepPlan
 from jaxrl_sync.inference.steps import DecodeOutput, compiled_part, initial_state, step_functions
+from jaxrl_sync.sharding.presets.quantized import quantized_abstract
 from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig, engine_abstract
 from jaxrl_sync.transfer.version import Version
 
@@ -28,6 +29,8 @@ class TreeMismatchError(EngineError, ValueError):
 def target_tree(cfg: DecoderConfig, config: EngineConfig, mesh: Mesh, dtype: Any, axis: str = "tp") -> Any:
     """The abstract tree, shardings included, that this engine installs: a subscriber's target."""
     tree = engine_abstract(cfg, mesh, dtype, axis)
+    if config.quantization is not None:
+        tree = quantized_abstract(tree, config.quantization, mesh.shape[axis])
     return probe.stamped_abstract(tree, mesh) if config.version_probe else tree
 
 

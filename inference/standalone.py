@@ -28,6 +28,7 @@ from jaxrl_sync.inference.front import SwapReport
 from jaxrl_sync.inference.openai_api import OpenAIModel
 from jaxrl_sync.inference.server import EngineServer, ServerConfig
 from jaxrl_sync.inference.tokenizer import Tokenizer, load_tokenizer
+from jaxrl_sync.sharding.presets.quantized import quantize_tree
 from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig, Tree, engine_abstract
 from jaxrl_sync.transfer.version import Version
 
@@ -150,8 +151,11 @@ def _wait(installed: Future[SwapReport], thread: EngineThread, stop: threading.E
 
 def _weights(spec: Standalone, model: DecoderConfig, mesh: Mesh) -> Tree:
     if spec.checkpoint is not None:
-        return load_engine(spec.checkpoint, model, mesh, spec.dtype)
-    return random_weights(model, mesh, spec.dtype, spec.engine.seed)
+        tree = load_engine(spec.checkpoint, model, mesh, spec.dtype)
+    else:
+        tree = random_weights(model, mesh, spec.dtype, spec.engine.seed)
+    scheme = spec.engine.quantization
+    return tree if scheme is None else quantize_tree(tree, scheme, mesh.shape["tp"])
 
 
 def _tokenizer_spec(spec: Standalone) -> str:

@@ -20,6 +20,7 @@ from jaxrl_sync.inference.config import EngineConfig
 from jaxrl_sync.inference.kv_cache import Cache, LayerCache, cache_spec, empty_cache, write_prefix
 from jaxrl_sync.inference.model import decode_hidden, head_logits, my_rows, prefill_hidden
 from jaxrl_sync.inference.sampler import SamplingRows, draw, sample_keys
+from jaxrl_sync.sharding.presets.quantized import quantized_specs
 from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig, engine_specs
 
 Params = dict[str, Any]
@@ -100,6 +101,8 @@ def state_specs(cfg: DecoderConfig, axis: str) -> DeviceState:
 def step_functions(cfg: DecoderConfig, config: EngineConfig, mesh: Mesh, axis: str) -> StepFunctions:
     """The jitted prefill and decode; engines of one shape in one process share them, compiled."""
     specs = engine_specs(cfg, axis)
+    if config.quantization is not None:
+        specs = quantized_specs(specs)
     if config.version_probe:
         specs = probe.with_leaf(specs, PartitionSpec())
     return StepFunctions(
@@ -116,6 +119,7 @@ def compiled_part(config: EngineConfig) -> EngineConfig:
         compute_dtype=config.compute_dtype,
         extras=config.extras,
         version_probe=config.version_probe,
+        quantization=config.quantization,
     )
 
 

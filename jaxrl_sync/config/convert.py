@@ -28,6 +28,7 @@ def to_decoder(config: RunConfig) -> DecoderConfig:
 def to_engine(config: RunConfig) -> EngineConfig:
     """Sizes and rules of one engine replica."""
     from jaxrl_sync.inference.config import EngineConfig
+    from jaxrl_sync.sharding.presets.quantization import Quantization
 
     e = config.engine
     return EngineConfig(
@@ -44,6 +45,7 @@ def to_engine(config: RunConfig) -> EngineConfig:
         kv_policy=config.sync.kv_policy,
         extras=e.extras,
         version_probe=e.version_probe,
+        quantization=None if e.weights == "plain" else Quantization(e.weights, e.weight_blocks),
         seed=config.run.seed,
     )
 

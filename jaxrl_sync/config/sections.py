@@ -209,6 +209,8 @@ class LoopSection(Section):
     """What becomes of the rest, too little for a batch, when the data ends before the steps do."""
     engine_wait_s: Seconds = 120.0
     """How long the loop goes on without a single engine that serves."""
+    trainer_wait_s: Seconds = 30.0
+    """How long the loop goes on without a trainer process whose lease at the hub has ended."""
     task_timeout_s: Seconds = 60.0
     """Deadline on one call of the task: a prompt, a step of an environment, the scores of a group."""
     task_threads: Positive = 8
@@ -222,6 +224,11 @@ class EngineSection(RoleSection):
     replicas: Positive = 1
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of the weights that the engine holds, hence of the wire."""
+    weights: Literal["plain", "fp8", "int8"] = "plain"
+    """How the layers' matrices are held and travel: in ``dtype``, or as one byte per element with a float32
+    scale per block, quantised by the trainer from the value in ``dtype``."""
+    weight_blocks: Literal["128x128", "1x128"] = "128x128"
+    """Blocks of quantised matrices: square, or 128 along the contraction for each output."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     slots: Positive = 64
     """Samples decoded at once; a multiple of the replica's devices."""

@@ -16,6 +16,7 @@ from jaxrl_sync.config import ConfigError, RunConfig, load, parse_overrides, ren
 from jaxrl_sync.config.convert import to_decoder, to_engine, to_publisher, to_subscriber
 from jaxrl_sync.config.process import ProcessContext
 from jaxrl_sync.orchestrator.config import loop_config
+from jaxrl_sync.sharding.presets.quantization import Quantization
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDITION = str(ROOT / "experiments" / "addition" / "run.toml")
@@ -232,6 +233,9 @@ def test_every_config_in_the_repository_loads(path: Path) -> None:
 def test_the_rooms_accept_what_the_config_makes() -> None:
     config = load(ADDITION, {"engine.processes": 2, "engine.devices": 1})
     assert to_engine(config).slots == config.engine.slots
+    assert to_engine(config).quantization is None
+    quantised = load(ADDITION, {"engine.weights": "fp8", "engine.weight_blocks": "1x128"})
+    assert to_engine(quantised).quantization == Quantization("fp8", "1x128")
     again = load(
         ADDITION,
         {
