@@ -67,3 +67,10 @@ def delta_apply_gaps(
     /,
 ) -> None: ...
 def delta_gather(buffer: Buffer, itemsize: int, positions: Buffer, out: Buffer, /) -> None: ...
+
+# Capsules of XLA FFI handlers; absent where the build had no headers of jaxlib (setup.py).
+FFI_API_MINOR: int
+ffi_delta_encode: object
+ffi_delta_encode_gaps: object
+ffi_delta_apply: object
+ffi_delta_apply_gaps: object
