@@ -4,10 +4,10 @@ Without a compiler the build goes on: numpy does the work of the kernels, slower
 what it misses. Neither libibverbs nor its headers are needed to build.
 
 The delta kernels also run inside of jit through XLA's FFI. Its headers come from a jaxlib that is a build
-requirement in pyproject.toml, the oldest supported one: a newer runtime takes handlers built with older headers,
-not the other way round. So `pip install .` builds one file for all. With `--no-build-isolation` the jaxlib of
-the environment is taken if it has that version; else name the folder of the headers in JAXRL_SYNC_FFI_INCLUDE,
-or do without (plain XLA).
+requirement in pyproject.toml, the oldest supported one: a newer runtime takes handlers built with older
+headers, not the other way round. So `pip install .` builds one file for all. With `--no-build-isolation`
+the jaxlib of the environment is taken if it has that version; else name the folder of the headers in
+JAXRL_SYNC_FFI_INCLUDE, or do without (plain XLA).
 """
 
 from __future__ import annotations
