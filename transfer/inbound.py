@@ -10,7 +10,7 @@ from typing import Any
 from jaxrl_sync.sharding import Edge, UserError
 from jaxrl_sync.transfer import auth, wire
 from jaxrl_sync.transfer.config import SubscriberConfig
-from jaxrl_sync.transfer.errors import DeadlineError, MismatchError, ProtocolError, TransferError
+from jaxrl_sync.transfer.errors import DeadlineError, MismatchError, PeerLost, ProtocolError, TransferError
 from jaxrl_sync.transfer.hub.client import Member
 from jaxrl_sync.transfer.hub.state import version_json
 from jaxrl_sync.transfer.memory import SharedMemory
@@ -20,7 +20,7 @@ from jaxrl_sync.transfer.slots import Slot
 from jaxrl_sync.transfer.transports.base import remaining
 from jaxrl_sync.transfer.transports.shm import ShmReceiver
 from jaxrl_sync.transfer.transports.tcp import TcpReceiver
-from jaxrl_sync.transfer.transports.verbs import VerbsReceiver
+from jaxrl_sync.transfer.transports.verbs import VerbsReceiver, has_port
 from jaxrl_sync.transfer.verbs.errors import VerbsError
 from jaxrl_sync.transfer.wire import Connection
 
@@ -95,7 +95,9 @@ class Inbound:
 
     def _open(self, transport: str, slots: list[Slot]) -> ShmReceiver | TcpReceiver | VerbsReceiver:
         """Offer what this side can do and set up what the publisher chose."""
-        verbs = self._offer_verbs(transport)
+        verbs = None
+        if transport == "verbs":
+            verbs = VerbsReceiver(self.edge, self._config.verbs, self._connection, slots)
         try:
             chosen = self._negotiate(transport, slots, verbs)
         except BaseException:
@@ -106,17 +108,15 @@ class Inbound:
             verbs.close()
         return chosen
 
-    def _offer_verbs(self, transport: str) -> VerbsReceiver | None:
-        """A ring to write to, where it is asked for, or can be had and may be needed."""
-        if transport not in ("verbs", "auto"):
-            return None
+    def _open_verbs_or_tcp(self, slots: list[Slot]) -> ShmReceiver | TcpReceiver | VerbsReceiver:
+        """Both ends have a port: register memory now, and take tcp after all where that fails."""
         try:
-            return VerbsReceiver(self.edge, self._config.verbs, self._connection)
-        except VerbsError as error:
-            if transport == "verbs":
-                raise
-            logger.debug("no verbs for the edge from %s: %s", self.peer, error)
-            return None
+            return self._open("verbs", slots)
+        except (MismatchError, PeerLost, DeadlineError):
+            raise
+        except (TransferError, VerbsError) as error:
+            logger.warning("edge from %s: no verbs after all, tcp instead: %s", self.peer, error)
+            return self._open("tcp", slots)
 
     def _negotiate(
         self, transport: str, slots: list[Slot], verbs: VerbsReceiver | None
@@ -131,6 +131,7 @@ class Inbound:
             "transport": transport,
             "segments": [m.describe() for m in memories],
             "verbs": verbs.describe() if verbs is not None else None,
+            "verbs_port": transport == "auto" and has_port(self._config.verbs),
         }
         opened = self._ask(message, "opened", self._config.hub_timeout_s)
         if opened.get("transport") == "shm":
@@ -143,8 +144,10 @@ class Inbound:
                     f"{self.peer} wrote its nonce into other memory than ours: shm can't be used"
                 )
             return self._open("tcp", slots)
+        if opened.get("transport") == "verbs" and transport == "auto":
+            return self._open_verbs_or_tcp(slots)
         if opened.get("transport") == "verbs" and verbs is not None:
-            verbs.connect(opened["verbs"])
+            verbs.connect(opened.get("verbs"))
             logger.info("edge from %s: verbs (%s, %s)", self.peer, opened.get("reason"), verbs.reason)
             return verbs
         if opened.get("transport") != "tcp":

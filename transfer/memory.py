@@ -13,6 +13,7 @@ import re
 import secrets
 import stat
 import struct
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,14 +47,22 @@ class _Memory:
 
     def __init__(self) -> None:
         self._before_close: list[Callable[[], None]] = []
+        self._closing = False
+        self._lock = threading.Lock()
 
-    def before_close(self, give_up: Callable[[], None]) -> None:
-        """Have ``give_up`` called when this memory is closed."""
-        self._before_close.append(give_up)
+    def before_close(self, give_up: Callable[[], None]) -> bool:
+        """Have ``give_up`` called when this memory is closed; False if it is already."""
+        with self._lock:
+            if not self._closing:
+                self._before_close.append(give_up)
+            return not self._closing
 
     def _let_go(self) -> None:
-        while self._before_close:
-            self._before_close.pop()()
+        with self._lock:
+            self._closing = True
+            told, self._before_close = self._before_close, []
+        for give_up in told:
+            give_up()
 
 
 class SharedMemory(_Memory):

@@ -19,6 +19,7 @@ from jaxrl_sync.transfer.transports.shm import ShmSender
 from jaxrl_sync.transfer.transports.tcp import TcpSender
 from jaxrl_sync.transfer.transports.verbs import VerbsSender
 from jaxrl_sync.transfer.verbs.errors import VerbsError
+from jaxrl_sync.transfer.verbs.rail import pick
 from jaxrl_sync.transfer.version import Version
 from jaxrl_sync.transfer.wire import Connection
 
@@ -180,10 +181,13 @@ class Outbound:
 
     def _try_verbs(self, message: dict[str, Any], slot: SlotLayout) -> dict[str, Any]:
         assert self._edge is not None
-        offer = message.get("verbs")
+        config, offer = self._publisher.config, message.get("verbs")
+        if offer is None and message.get("verbs_port"):
+            why = " and ".join(chosen.reason for chosen in pick(config.verbs))
+            return {"transport": "verbs", "reason": f"both ends have a port, here {why}"}
         if offer is None:
-            raise TransferError("the subscriber offers no RDMA device")
-        sender = VerbsSender(self._edge, self._publisher.config.verbs, offer, self._connection)
+            raise TransferError("the subscriber has no usable RDMA port")
+        sender = VerbsSender(self._edge, config.verbs, offer, self._connection, slot, config.threads)
         self._use(sender)
         return {"transport": "verbs", "verbs": sender.describe(), "reason": sender.reason}
 

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxrl_sync.transfer import Publisher, PublisherConfig, Subscriber, SubscriberConfig, Version, auth
-from jaxrl_sync.transfer.errors import ProtocolError, TransferError
-from jaxrl_sync.transfer.verbs import endpoint
+from jaxrl_sync.transfer.errors import AuthError, DeadlineError, PeerLost, ProtocolError, TransferError
+from jaxrl_sync.transfer.memory import PrivateMemory
+from jaxrl_sync.transfer.transports.verbs import VerbsReceiver
+from jaxrl_sync.transfer.verbs import rail
 from jaxrl_sync.transfer.verbs.devices import Choice, Gid, Port
-from jaxrl_sync.transfer.verbs.endpoint import Endpoint, check_description
-from jaxrl_sync.transfer.verbs.errors import CompletionError, VerbsError
+from jaxrl_sync.transfer.verbs.endpoint import Endpoint, touched
+from jaxrl_sync.transfer.verbs.errors import CompletionError, PeerUnreachable, VerbsError
+from jaxrl_sync.transfer.verbs.handshake import remote_of
+from jaxrl_sync.transfer.verbs.opened import Registered, open_device
 from jaxrl_sync.transfer.verbs.settings import VerbsSettings
 from tests.transfer.models import ServerThread, convert, engine_target, open_fds, same_bits, trainer_params
 from tests.verbs.fakelib import Fake
+
+PLACEMENTS = ("placed", "staged")
 
 
 def made_up_port(device: str, last: int, layer: str = "Ethernet") -> Port:
@@ -26,24 +35,31 @@ def made_up_port(device: str, last: int, layer: str = "Ethernet") -> Port:
     return Port(device, 1, "ACTIVE", layer, 100.0, 0, -1, (gid,))
 
 
-def settings(device: str, **options: Any) -> VerbsSettings:
+def settings(*devices: str, **options: Any) -> VerbsSettings:
     values = {"chunk_bytes": 4096, "ring": 4, "queue_pairs": 3, **options}
-    return VerbsSettings(choice=Choice(include=(device,)), **values)
+    return VerbsSettings(choice=Choice(include=devices), rails=len(devices), **values)
 
 
 class Rig:
     """A hub, one publisher on fake0, one subscriber on fake1."""
 
-    def __init__(self, token_file: Path, transport: Any = "verbs", **options: Any) -> None:
+    def __init__(
+        self,
+        token_file: Path,
+        transport: Any = "verbs",
+        ours: VerbsSettings | None = None,
+        theirs: VerbsSettings | None = None,
+        timeout_s: float = 8,
+    ) -> None:
         self.hub = ServerThread(token_file)
         self.params = trainer_params()
-        ours = PublisherConfig(transport=transport, verbs=settings("fake0"), ttl_s=2.0)
-        theirs = SubscriberConfig(
-            transport=transport, verbs=settings("fake1", **options), ttl_s=2.0, timeout_s=8
+        config = PublisherConfig(transport=transport, verbs=ours or settings("fake0"), ttl_s=2.0)
+        other = SubscriberConfig(
+            transport=transport, verbs=theirs or settings("fake1"), ttl_s=2.0, timeout_s=timeout_s
         )
-        self.publisher = Publisher(self.hub.url, self.params, token_file=token_file, config=ours)
+        self.publisher = Publisher(self.hub.url, self.params, token_file=token_file, config=config)
         self.subscriber = Subscriber(
-            self.hub.url, engine_target(), convert, token_file=token_file, config=theirs
+            self.hub.url, engine_target(), convert, token_file=token_file, config=other
         )
 
     def take(self, number: int, seed: int) -> Any:
@@ -56,6 +72,25 @@ class Rig:
         assert same_bits(update.swap(), convert(params))
         return report
 
+    def fail(self, number: int) -> TransferError:
+        """Publish and see the transfer fail."""
+        self.publisher.publish(trainer_params(number), Version("a", number))
+        update = self.subscriber.poll(timeout_s=15)
+        assert update is not None
+        with pytest.raises(TransferError) as caught:
+            update.prepare()
+        return caught.value
+
+    def take_again(self, number: int) -> None:
+        """A version that arrives once the link is made again."""
+        end = time.monotonic() + 30
+        while True:
+            try:
+                self.take(number, number)
+                return
+            except TransferError:
+                assert time.monotonic() < end
+
     def close(self) -> None:
         self.subscriber.close()
         self.publisher.close()
@@ -66,14 +101,14 @@ class Rig:
 def token_file(tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run token; and the fake's devices in place of the kernel's."""
     ports = [made_up_port("fake0", 1), made_up_port("fake1", 2)]
-    monkeypatch.setattr(endpoint, "scan", lambda: ports)
+    monkeypatch.setattr(rail, "scan", lambda: ports)
     auth.create_token(tmp_path / "token")
     return tmp_path / "token"
 
 
-@pytest.fixture
-def rig(token_file: Path) -> Iterator[Rig]:
-    made = Rig(token_file)
+@pytest.fixture(params=PLACEMENTS)
+def rig(token_file: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
+    made = Rig(token_file, theirs=settings("fake1", placement=request.param))
     yield made
     made.close()
 
@@ -83,19 +118,20 @@ def test_versions_arrive_bit_for_bit_in_any_order_of_completions(rig: Rig, fake:
     for number in range(4):
         report = rig.take(number, seed=number)
         assert report.transport == "verbs" and report.nbytes > 10 * 4096
-    assert fake.counts.mrs == 2 and fake.counts.registered_bytes == 2 * 4 * 4096
 
 
 def test_registration_happens_once(rig: Rig, fake: Fake) -> None:
     rig.take(0, 0)
+    regions = fake.counts.mrs
     fake.knobs.register_limit = 1  # any further registration fails
     descriptors = open_fds()
-    for number in range(1, 4):
+    for number in range(1, 5):
         rig.take(number, number)
     assert open_fds() <= descriptors  # connections to the hub come and go
+    assert fake.counts.mrs == regions
 
 
-@pytest.mark.parametrize("fail_at", [1, 2, 7, 12, 23])
+@pytest.mark.parametrize("fail_at", [1, 2, 7, 12, 17])
 def test_failure_at_any_point_leaks_nothing_and_the_next_version_arrives(
     rig: Rig, fake: Fake, fail_at: int
 ) -> None:
@@ -103,41 +139,147 @@ def test_failure_at_any_point_leaks_nothing_and_the_next_version_arrives(
     rig.take(0, 0)
     before = fake.alive()
     fake.set(fail_at=fail_at, fail_status=12)
-    rig.publisher.publish(trainer_params(1), Version("a", 1))
-    update = rig.subscriber.poll(timeout_s=15)
-    assert update is not None
-    with pytest.raises(TransferError):
-        update.prepare()
+    rig.fail(1)
     fake.set()
-    end = time.monotonic() + 30
-    while True:
-        try:
-            rig.take(2, 2)
-            break
-        except TransferError:  # the link is being made again
-            assert time.monotonic() < end
+    rig.take_again(2)
     assert fake.alive() == before
 
 
 def test_closing_in_mid_transfer_ends_both_sides(rig: Rig, fake: Fake) -> None:
     rig.take(0, 0)
     fake.set(hold=1)
-    rig.publisher.publish(trainer_params(1), Version("a", 1))
-    update = rig.subscriber.poll(timeout_s=15)
-    assert update is not None
     timer = threading.Timer(0.3, rig.publisher.close)
     timer.start()
     started = time.monotonic()
-    with pytest.raises(TransferError):
-        update.prepare()
-    assert time.monotonic() - started < 6
+    rig.fail(1)
+    assert time.monotonic() - started < 7  # not the 8 s of the round's deadline
     timer.join()
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("part", [4096, 12288])
+def test_two_rails_and_regions_in_parts(token_file: Path, fake: Fake, placement: Any, part: int) -> None:
+    """Bytes go over both ports, memory is registered in parts on each, order is by chance."""
+    both = {"placement": placement, "max_region_bytes": part, "queue_pairs": 2}
+    made = Rig(token_file, ours=settings("fake0", "fake1", **both), theirs=settings("fake1", "fake0", **both))
+    try:
+        fake.set(seed=9, chance_delay=20000)
+        for number in range(3):
+            made.take(number, number)
+        (link,) = made.publisher._links.values()
+        lanes = link._sender.endpoint.lanes  # type: ignore[union-attr]
+        assert len(lanes) == 4 and all(lane.pair.posted > 3 for lane in lanes)
+        assert fake.counts.mrs >= 12
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize(
+    ("ours", "words"),
+    [
+        (
+            settings("fake0", "fake1"),
+            "has 1 rails .fake1:1., this side 2 .fake0:1.fake1:1.: sync.verbs.rails",
+        ),
+        (
+            settings("fake0", placement="placed"),
+            "asks for a staged edge .*, but sync.verbs.placement is 'placed'",
+        ),
+        (settings("fake0", mtu=4096), "mtu is 4096, but fake0:1 has 1024 and fake1:1 of engine-0.0 .* 1024"),
+    ],
+)
+def test_sides_that_do_not_fit_are_refused_in_words(
+    token_file: Path, ours: VerbsSettings, words: str
+) -> None:
+    made = Rig(token_file, ours=ours, timeout_s=3)
+    try:
+        made.publisher.publish(trainer_params(1), Version("a", 1))
+        errors: list[str] = []
+        end = time.monotonic() + 15
+        handler = logging.Handler()
+        handler.emit = lambda record: errors.append(record.getMessage())  # type: ignore[method-assign]
+        log = logging.getLogger("jaxrl_sync.transfer")
+        log.addHandler(handler)
+        try:
+            while not any(re.search(words, line) for line in errors):
+                assert time.monotonic() < end, errors
+                time.sleep(0.05)
+        finally:
+            log.removeHandler(handler)
+    finally:
+        made.close()
+
+
+def test_a_slot_that_is_too_small_is_refused(
+    token_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = VerbsReceiver.describe
+
+    def smaller(self: VerbsReceiver) -> dict[str, Any]:
+        found = real(self)
+        found["slots"] = [{**s, "nbytes": s["nbytes"] - 4096} for s in found["slots"]]
+        for slot in found["slots"]:
+            slot["rails"] = [{**r, "part_bytes": slot["nbytes"]} for r in slot["rails"]]
+        return found
+
+    monkeypatch.setattr(VerbsReceiver, "describe", smaller)
+    made = Rig(token_file, theirs=settings("fake1", placement="placed"))
+    try:
+        made.publisher.publish(trainer_params(1), Version("a", 1))
+        end = time.monotonic() + 15
+        while "bytes, the plan writes" not in caplog.text:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    finally:
+        made.close()
+
+
+def test_a_wrong_token_is_refused_before_any_device_is_touched(token_file: Path, tmp_path: Path) -> None:
+    hub = ServerThread(token_file)
+    try:
+        auth.create_token(tmp_path / "other")
+        with pytest.raises(AuthError):
+            Subscriber(
+                hub.url,
+                engine_target(),
+                convert,
+                token_file=tmp_path / "other",
+                config=SubscriberConfig(transport="verbs", verbs=settings("fake1")),
+            )
+    finally:
+        hub.close()
+
+
+def test_a_slot_that_was_cut_off_gets_new_memory_and_keys(token_file: Path, fake: Fake) -> None:
+    """The sender hangs in mid-round: its queue pairs are destroyed, what it posts later changes nothing."""
+    made = Rig(token_file, theirs=settings("fake1", placement="placed"), timeout_s=2)
+    try:
+        made.take(0, 0)
+        before = fake.alive()
+        fake.set(hold=1)
+        slots = list(made.subscriber._slots)
+        assert isinstance(made.fail(1), DeadlineError)
+        fake.set()
+        replaced = [a is not b for a, b in zip(slots, made.subscriber._slots, strict=True)]
+        assert sorted(replaced) == [False, True] and made.subscriber.stats()["quarantined"] == 1
+        made.take_again(2)
+        made.take(3, 3)
+        assert fake.alive() == before
+    finally:
+        made.close()
+
+
 def test_auto_takes_verbs_where_memory_is_not_shared(
-    token_file: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    token_file: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from jaxrl_sync.transfer.transports.shm import ShmSender
+
+    made = Rig(token_file, "auto")
+    try:
+        assert made.take(0, 0).transport == "shm"
+        assert fake.counts.mrs == 0, "nothing is registered where shm serves"
+    finally:
+        made.close()
 
     def other_host(self: ShmSender, segment: dict[str, Any]) -> Any:
         raise TransferError("shared memory isn't visible here")
@@ -148,7 +290,14 @@ def test_auto_takes_verbs_where_memory_is_not_shared(
         assert made.take(0, 0).transport == "verbs"
     finally:
         made.close()
-    monkeypatch.setattr(endpoint, "scan", lambda: [])
+    fake.set(create_errno=12)  # ports are there, but no queue can be made
+    made = Rig(token_file, "auto")
+    try:
+        assert made.take(0, 0).transport == "tcp"
+    finally:
+        made.close()
+    fake.set()
+    monkeypatch.setattr(rail, "scan", lambda: [])
     made = Rig(token_file, "auto")
     try:
         assert made.take(0, 0).transport == "tcp"
@@ -157,63 +306,42 @@ def test_auto_takes_verbs_where_memory_is_not_shared(
 
 
 def test_no_device_is_a_clear_refusal(token_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "scan", lambda: [])
+    monkeypatch.setattr(rail, "scan", lambda: [])
     with pytest.raises(VerbsError, match="no usable RDMA port .the kernel lists no RDMA device"):
-        endpoint.pick(VerbsSettings())
+        rail.pick(VerbsSettings())
 
 
-def describe() -> dict[str, Any]:
-    return {
-        "protocol": 1,
-        "device": "x",
-        "gid": "00" * 16,
-        "lid": 0,
-        "link_layer": "Ethernet",
-        "mtu": 3,
-        "pairs": [[1, 2]],
-        "address": 4096,
-        "nbytes": 8192,
-        "rkey": 1,
-        "chunk_bytes": 4096,
-        "ring": 2,
-    }
+def pair(left: VerbsSettings, right: VerbsSettings) -> tuple[Endpoint, Endpoint]:
+    """Two connected endpoints."""
+    a = Endpoint(left, "engine-0.0", pairs=1, sends=64, receives=4)
+    b = Endpoint(right, "trainer.0", pairs=1, sends=64, receives=4)
+    a.connect(b.describe())
+    b.connect(a.describe())
+    return a, b
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "words"),
-    [
-        ("protocol", 2, "protocol is 2, expected 1 to 1"),
-        ("mtu", 6, "mtu is 6, expected 1 to 5"),
-        ("mtu", True, "mtu is True"),
-        ("address", -1, "address is -1"),
-        ("rkey", 1 << 32, "rkey is 4294967296"),
-        ("nbytes", 8191, "ring has 8191 bytes"),
-        ("gid", "zz", "gid is 'zz', expected 32 hexadecimal"),
-        ("link_layer", "InfiniBand", "link layer is 'InfiniBand', expected 'Ethernet'"),
-        ("pairs", [[1, 2], [3, 4]], "expected 1 of"),
-        ("pairs", [[1 << 24, 2]], "expected 1 of"),
-        ("ring", None, "ring is None"),
-    ],
-)
-def test_descriptions_that_can_not_be_are_refused_by_name(field: str, value: object, words: str) -> None:
-    check_description(describe(), "Ethernet", 1)
-    with pytest.raises(ProtocolError, match=words):
-        check_description({**describe(), field: value}, "Ethernet", 1)
-    with pytest.raises(ProtocolError, match="expected an object"):
-        check_description([field], "Ethernet", 1)
+def nothing() -> None:
+    """No link to watch."""
+
+
+def rows(*entries: tuple[int, int, int]) -> Any:
+    return np.array(entries, np.uint64)
 
 
 def test_error_names_peer_device_queue_pair_and_cause(token_file: Path, fake: Fake) -> None:
-    a = Endpoint(settings("fake0"), "engine-0.0", 4096, 4, 1)
-    b = Endpoint(settings("fake1"), "trainer.0", 4096, 4, 1)
+    a, b = pair(settings("fake0"), settings("fake1"))
     try:
-        a.connect(b.describe())
-        b.connect(a.describe())
-        fake.kill(b.pairs[0].qp_num)
-        a.write_chunk(0, 100, 5, time.monotonic() + 5)
-        with pytest.raises(CompletionError) as caught:
-            a.events(time.monotonic() + 5, lambda: None, "sending")
-        number = f"0x{a.pairs[0].qp_num:06x}"
+        source, target = (
+            a.register(touched(4096), remote_write=False),
+            b.register(touched(4096), remote_write=True),
+        )
+        remote = remote_of(target.describe(), 1, "target")
+        fake.kill(b.lanes[0].pair.qp_num)
+        a.write(a.lanes[0], source, rows((0, 0, 100)), remote, time.monotonic() + 5, imm=5)
+        with pytest.raises(PeerUnreachable) as caught:
+            a.events(time.monotonic() + 5, nothing, "sending")
+        number = f"0x{a.lanes[0].pair.qp_num:06x}"
+        assert isinstance(caught.value, PeerLost)
         assert str(caught.value) == (
             f"RDMA WRITE 1 on queue pair {number} of fake0:1 to engine-0.0 failed: "
             "transport retry counter exceeded (status 12, vendor error 0xfa)"
@@ -221,3 +349,113 @@ def test_error_names_peer_device_queue_pair_and_cause(token_file: Path, fake: Fa
     finally:
         a.close()
         b.close()
+
+
+def test_a_waiting_side_asks_whether_the_peer_is_alive(token_file: Path, fake: Fake) -> None:
+    """Nothing is on its way: the probe of the doorbell page finds out that the peer is gone."""
+    a, b = pair(settings("fake0"), settings("fake1"))
+    try:
+        with pytest.raises(DeadlineError, match="waiting with trainer.0 over fake1:1: deadline passed"):
+            end = time.monotonic() + 0.7
+            while True:
+                b.events(end, nothing, "waiting")  # returns when a probe was answered
+        fake.kill(a.lanes[0].pair.qp_num)
+        started = time.monotonic()
+        with pytest.raises(PeerUnreachable, match="to trainer.0 failed: transport retry counter"):
+            while True:
+                b.events(time.monotonic() + 60, nothing, "waiting")
+        assert time.monotonic() - started < 30
+    finally:
+        a.close()
+        b.close()
+
+
+def test_memory_that_was_closed_is_a_remote_access_error(token_file: Path, fake: Fake) -> None:
+    a, b = pair(settings("fake0"), settings("fake1"))
+    memory = PrivateMemory(8192)
+    try:
+        device = b.rails[0].device
+        assert device is not None
+        registered = device.register_slot(memory, 1 << 40)
+        assert device.register_slot(memory, 1 << 40) is registered
+        described = {"address": registered.address, "nbytes": 8192, "rails": [registered.describe()]}
+        source, remote = a.register(touched(4096), remote_write=False), remote_of(described, 1, "slot")
+        a.write(a.lanes[0], source, rows((0, 5, 100)), remote, time.monotonic() + 5)
+        a.events(time.monotonic() + 5, nothing, "sending")
+        memory.close()
+        a.write(a.lanes[0], source, rows((0, 5, 100)), remote, time.monotonic() + 5)
+        with pytest.raises(
+            CompletionError, match="remote access error .*the peer closed or replaced that memory"
+        ):
+            a.events(time.monotonic() + 5, nothing, "sending")
+    finally:
+        a.close()
+        b.close()
+        memory.close()
+
+
+def test_a_port_that_went_down_is_named(token_file: Path, fake: Fake) -> None:
+    a, b = pair(settings("fake0"), settings("fake1"))
+    try:
+        fake.async_event(a.lanes[0].pair.qp_num, 10, 1)
+        fake.kill(b.lanes[0].pair.qp_num)
+        a.say(a.lanes[0], 3, time.monotonic() + 5)
+        with pytest.raises(PeerUnreachable, match="PORT_ERR of port 1: port error"):
+            a.events(time.monotonic() + 5, nothing, "sending")
+    finally:
+        a.close()
+        b.close()
+
+
+def test_a_device_that_fails_ends_the_wait(token_file: Path, fake: Fake) -> None:
+    a, b = pair(settings("fake0"), settings("fake1"))
+    try:
+        fake.async_event(b.lanes[0].pair.qp_num, 8, 0)
+        with pytest.raises(VerbsError, match="fake1:1: DEVICE_FATAL .*the edge is given up"):
+            b.events(time.monotonic() + 20, nothing, "waiting")
+    finally:
+        a.close()
+        b.close()
+
+
+def test_no_receive_in_time_is_an_error_with_a_hint(token_file: Path, fake: Fake) -> None:
+    a, b = pair(settings("fake0", rnr_retries=1), settings("fake1"))
+    try:
+        for number in range(5):  # b has four receives and never looks
+            a.say(a.lanes[0], number, time.monotonic() + 5)
+        with pytest.raises(CompletionError, match="RNR .*the peer posts no receives"):
+            while True:
+                a.events(time.monotonic() + 20, nothing, "sending")
+    finally:
+        a.close()
+        b.close()
+
+
+def test_registration_that_fails_in_the_middle_is_rolled_back(token_file: Path, fake: Fake) -> None:
+    device = open_device("native", "fake0")
+    try:
+        fake.knobs.register_limit = fake.counts.registered_bytes + 3 * 4096
+        before = fake.counts.mrs
+        with pytest.raises(VerbsError, match="registering 4096 bytes"):
+            Registered(device.borrow(), memoryview(bytearray(5 * 4096)), 4096, remote_write=True)
+        assert fake.counts.mrs == before
+    finally:
+        device.give_back()
+
+
+def test_fewer_ports_than_rails_is_an_error(token_file: Path) -> None:
+    with pytest.raises(VerbsError, match="fake7"):
+        rail.pick(settings("fake0", "fake7"))
+    with pytest.raises(VerbsError, match="3 rails are wanted, usable ports are fake0:1, fake1:1"):
+        rail.pick(VerbsSettings(rails=3))
+
+
+def test_a_description_of_another_link_layer_is_refused(token_file: Path) -> None:
+    a = Endpoint(settings("fake0"), "engine-0.0", pairs=1, sends=64, receives=4)
+    try:
+        described = a.describe()
+        described["rails"][0]["link_layer"] = "InfiniBand"
+        with pytest.raises(ProtocolError, match="fake0:1 is InfiniBand, expected Ethernet as fake0:1 is"):
+            a.connect(described)
+    finally:
+        a.close()

@@ -1,245 +1,265 @@
-"""One side of a verbs edge: a device, a ring of chunks in registered memory, and connected queue pairs.
+"""One side of a verbs edge: rails with connected queue pairs, and what is on its way over them.
 
-The handshake is a JSON object each way over the link's authenticated connection: each side describes itself
-(``describe``) and connects to what the other described (``connect``). Receives for immediates are posted
-before anything is described, and kept posted: an immediate never waits for the application.
+Receives for immediates are posted before anything is described to the peer, and kept posted: an immediate
+never waits for the application. While nothing is on its way, a write of eight bytes to the peer's doorbell
+page asks now and then whether the peer's adapter still answers.
 """
 
 from __future__ import annotations
 
 import mmap
-import secrets
+import sys
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from jaxrl_sync.transfer.errors import DeadlineError, ProtocolError
-from jaxrl_sync.transfer.verbs.devices import Chosen, choose, scan
-from jaxrl_sync.transfer.verbs.errors import CompletionError, VerbsError
+from jaxrl_sync.transfer.errors import DeadlineError, PeerLost, ProtocolError
+from jaxrl_sync.transfer.verbs.errors import CompletionError, completion_error
+from jaxrl_sync.transfer.verbs.handshake import PROTOCOL, Remote, check_common, remote_of
 from jaxrl_sync.transfer.verbs.native import backend
+from jaxrl_sync.transfer.verbs.opened import Registered
+from jaxrl_sync.transfer.verbs.rail import Lane, Rail, Rows, calls, close_all, pick
 from jaxrl_sync.transfer.verbs.records import FLUSHED, SUCCESS, new_records, opcode_name
 from jaxrl_sync.transfer.verbs.settings import VerbsSettings
 
-if TYPE_CHECKING:
-    from jaxrl_sync.transfer import _verbs
-
-PROTOCOL = 1
-MTU_BYTES = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
 WATCH_S = 0.25
 SPIN_S = 20e-6
-_NOTHING = np.zeros((0, 3), np.uint64)
+TURN_S = 0.002  # with several rails each is slept on in turn
+PAGE_BYTES = 4096
+BATCH = 64
+NOTHING: Rows = np.zeros((0, 3), np.uint64)
+_DOORBELL: Rows = np.array([[0, 0, 8]], np.uint64)
+
+Ticket = tuple[int, int]
+"""Queue pair (its token) and number of a work request."""
 
 
-def pick(settings: VerbsSettings) -> Chosen:
-    """The port and GID for an endpoint. VerbsError that says why there is none."""
-    return choose(scan(), settings.choice)
+class Memory:
+    """Memory of this process registered on every rail of an endpoint, which owns the registrations."""
+
+    def __init__(self, buffer: memoryview, regions: Sequence[Registered]) -> None:
+        self.buffer, self.regions = buffer, list(regions)
+
+    def describe(self) -> dict[str, Any]:
+        """What the peer needs to write here; JSON."""
+        first = self.regions[0]
+        return {
+            "address": first.address,
+            "nbytes": first.nbytes,
+            "rails": [r.describe() for r in self.regions],
+        }
+
+
+def touched(nbytes: int) -> memoryview:
+    """Fresh zeroed memory whose pages are there now, not in the first transfer."""
+    made = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    np.frombuffer(made, np.uint8)[:: mmap.PAGESIZE] = 0
+    return memoryview(made)
 
 
 class Endpoint:
-    """Owns device, memory, queues. ``close()`` fences: nothing is written here or from here afterwards."""
+    """Owns rails and memory. ``close()`` fences: nothing is written here or from here afterwards."""
 
-    def __init__(self, settings: VerbsSettings, peer: str, chunk_bytes: int, ring: int, pairs: int) -> None:
-        """Open the chosen device and register the ring. VerbsError names what is missing."""
-        self.settings, self.peer, self.chunk_bytes, self.ring = settings, peer, chunk_bytes, ring
-        self.chosen = pick(settings)
-        module = backend(settings.backend)
-        self._status_text: Callable[[int], str] = module.status_text
-        self._map = mmap.mmap(-1, ring * chunk_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        np.frombuffer(self._map, np.uint8)[:: mmap.PAGESIZE] = 0  # touched now, not in the first transfer
-        self.memory = memoryview(self._map)
-        self._context: _verbs.Context = module.Context(self.chosen.port.device)
+    def __init__(self, settings: VerbsSettings, peer: str, *, pairs: int, sends: int, receives: int) -> None:
+        """Open the chosen ports, ``pairs`` queue pairs on each. VerbsError names what is missing."""
+        self.settings, self.peer = settings, peer
+        self._status_text: Callable[[int], str] = backend(settings.backend).status_text
+        self.rails: list[Rail] = []
+        self._held: list[npt.NDArray[np.void]] = []
+        self._records = new_records(BATCH)
+        self._turn = 0
+        self._probed_at = time.monotonic()
+        self._remote_doorbell: Remote | None = None
         try:
-            self._open(module, pairs)
+            for index, chosen in enumerate(pick(settings)):
+                self.rails.append(Rail(settings, index, chosen, peer, pairs, sends, receives))
+            self.lanes = [lane for rail in self.rails for lane in rail.lanes]
+            self._by_token = {lane.pair.token: lane for lane in self.lanes}
+            self._doorbell = self.register(touched(PAGE_BYTES), remote_write=True)
         except BaseException:
             self.close()
             raise
+        self._rates = [rail.chosen.port.rate_gbps or 1.0 for rail in self.rails]
 
-    def _open(self, module: Any, pairs: int) -> None:
-        port = self._context.query_port(self.chosen.port.number)
-        if self.chunk_bytes > port["max_message_bytes"]:
-            raise VerbsError(
-                0,
-                f"chunk_bytes={self.chunk_bytes}, {self.chosen.port.name} takes {port['max_message_bytes']}",
-            )
-        self.mtu = port["active_mtu"]
-        self.region: _verbs.MemoryRegion = module.MemoryRegion(self._context, self._map, remote_write=True)
-        depth = 2 * self.ring + 2
-        self._cq: _verbs.CompletionQueue = module.CompletionQueue(self._context, pairs * (depth + self.ring))
-        self._records = new_records(64)
-        self.pairs: list[_verbs.QueuePair] = []
-        for _ in range(pairs):
-            pair = module.QueuePair(
-                self._context, self._cq, max_send=depth, max_recv=self.ring, peer=self.peer
-            )
-            pair.to_init(self.chosen.port.number)
-            pair.receive(self.ring)
-            self.pairs.append(pair)
-        self._by_token = {pair.token: pair for pair in self.pairs}
-        self._psns = [secrets.randbits(24) for _ in self.pairs]
-        self._remote = (0, 0, 0)
+    @property
+    def reason(self) -> str:
+        """Which ports were chosen, and why."""
+        return " and ".join(rail.chosen.reason for rail in self.rails)
+
+    @property
+    def names(self) -> str:
+        """The ports, for messages."""
+        return "+".join(rail.chosen.port.name for rail in self.rails)
+
+    def register(self, buffer: memoryview, *, remote_write: bool) -> Memory:
+        """Register memory of this edge alone on every rail, until ``close``. VerbsError."""
+        return Memory(buffer, [rail.register(buffer, remote_write=remote_write) for rail in self.rails])
 
     def describe(self) -> dict[str, Any]:
         """What the other side needs to connect; JSON."""
         return {
             "protocol": PROTOCOL,
-            "device": self.chosen.port.device,
-            "gid": self.chosen.gid.raw.hex(),
-            "lid": self.chosen.port.lid,
-            "link_layer": self.chosen.port.link_layer,
-            "mtu": self.mtu,
-            "pairs": [[p.qp_num, psn] for p, psn in zip(self.pairs, self._psns, strict=True)],
-            "address": self.region.address,
-            "nbytes": self.region.nbytes,
-            "rkey": self.region.rkey,
-            "chunk_bytes": self.chunk_bytes,
-            "ring": self.ring,
+            "byte_order": sys.byteorder,
+            "rails": [rail.describe() for rail in self.rails],
+            "doorbell": self._doorbell.describe(),
         }
 
-    def connect(self, other: dict[str, Any]) -> None:
+    def connect(self, other: object) -> None:
         """To RTS with every queue pair. ProtocolError if the description can't be, VerbsError if refused."""
-        check_description(other, self.chosen.port.link_layer, len(self.pairs))
-        if (other["chunk_bytes"], other["ring"]) != (self.chunk_bytes, self.ring):
+        found = check_common(other)
+        if len(found["rails"]) != len(self.rails):
+            theirs = "+".join(rail["device"] for rail in found["rails"])
             raise ProtocolError(
-                f"{self.peer} has {other['ring']} chunks of {other['chunk_bytes']} bytes, "
-                f"expected {self.ring} of {self.chunk_bytes}"
+                f"{self.peer} has {len(found['rails'])} rails ({theirs}), this side {len(self.rails)} "
+                f"({self.names}): sync.verbs.rails must be equal, sync.verbs.devices in the same order"
             )
-        settings, port = self.settings, self.chosen.port
-        for pair, own_psn, (number, psn) in zip(self.pairs, self._psns, other["pairs"], strict=True):
-            pair.to_rtr(
-                number,
-                psn,
-                min(self.mtu, other["mtu"]),
-                port=port.number,
-                gid=bytes.fromhex(other["gid"]) if port.link_layer != "InfiniBand" else None,
-                gid_index=self.chosen.gid.index,
-                lid=other["lid"],
-                hop_limit=settings.hop_limit,
-                traffic_class=settings.traffic_class,
-                sl=settings.service_level,
+        for rail, theirs in zip(self.rails, found["rails"], strict=True):
+            rail.connect(theirs)
+        self._remote_doorbell = remote_of(found["doorbell"], len(self.rails), "the peer's doorbell")
+
+    # Posting.
+
+    def lightest(self, nbytes: int) -> Lane:
+        """The queue pair on which ``nbytes`` more would be through first: bytes by rate of the port."""
+        return min(self.lanes, key=lambda lane: (lane.outstanding_bytes + nbytes) / self._rates[lane.rail])
+
+    def lane(self, token: int) -> Lane:
+        """The queue pair of a completion."""
+        return self._by_token[token]
+
+    def write(
+        self, lane: Lane, source: Memory, rows: Rows, remote: Remote, deadline: float, imm: int | None = None
+    ) -> Ticket:
+        """Post writes (local offset, remote offset, bytes) and ``imm`` behind them; the last one's ticket.
+
+        Cut where a message or a region ends. Blocks while the queue is full. DeadlineError, CompletionError.
+        """
+        rail = self.rails[lane.rail]
+        region = source.regions[lane.rail]
+        cut = list(calls(rows, region.part_bytes, remote, lane.rail, rail.largest))
+        for index, (local, part, some) in enumerate(cut):
+            start = part * remote.part_bytes[lane.rail]
+            where = (
+                remote.address + start,
+                min(remote.nbytes - start, remote.part_bytes[lane.rail]),
+                remote.rkeys[lane.rail][part],
             )
-            pair.to_rts(
-                own_psn,
-                timeout=settings.timeout,
-                retries=settings.retries,
-                rnr_retries=settings.rnr_retries,
+            self._post(
+                lane, region.parts[local], some, where, imm if index == len(cut) - 1 else None, deadline
             )
-        self._remote = (other["address"], other["nbytes"], other["rkey"])
+        nbytes = int(rows[:, 2].sum())
+        lane.flights.append((lane.pair.posted, nbytes))
+        lane.outstanding_bytes += nbytes
+        return lane.pair.token, lane.pair.posted
 
-    def chunk(self, index: int, nbytes: int) -> memoryview:
-        """The place of a chunk in the ring."""
-        start = index % self.ring * self.chunk_bytes
-        return self.memory[start : start + nbytes]
-
-    def write_chunk(self, index: int, nbytes: int, imm: int, deadline: float) -> tuple[int, int]:
-        """Post a chunk to the same place at the peer, and ``imm`` behind it; (token, number) to wait for."""
-        at = index % self.ring * self.chunk_bytes
-        return self._post(index, np.array([[at, at, nbytes]], np.uint64), imm, deadline)
-
-    def say(self, index: int, imm: int, deadline: float) -> None:
-        """Post an immediate alone, on the queue pair of a chunk."""
-        self._post(index, _NOTHING, imm, deadline)
+    def say(self, lane: Lane, imm: int, deadline: float) -> Ticket:
+        """Post an immediate alone."""
+        assert self._remote_doorbell is not None
+        return self.write(lane, self._doorbell, NOTHING, self._remote_doorbell, deadline, imm)
 
     def _post(
-        self, index: int, entries: npt.NDArray[np.uint64], imm: int, deadline: float
-    ) -> tuple[int, int]:
-        pair = self.pairs[index % len(self.pairs)]
-        done = 0
-        while True:
-            done += pair.write(self.region, entries, *self._remote, start=done, signal_every=1, imm=imm)
-            if done == len(entries) + 1:
-                return pair.token, pair.posted
-            self._cq.wait(0.001)
-            if time.monotonic() > deadline:
-                raise DeadlineError(f"the queue to {self.peer} stayed full until the deadline")
+        self, lane: Lane, part: Any, rows: Rows, where: tuple[int, int, int], imm: int | None, deadline: float
+    ) -> None:
+        done, total = 0, len(rows) + (imm is not None)
+        while done < total:
+            done += lane.pair.write(part, rows, *where, start=done, imm=imm)
+            if done < total:
+                self.rails[lane.rail].cq.wait(TURN_S)
+                self._collect()
+                if time.monotonic() > deadline:
+                    raise DeadlineError(
+                        f"the queue to {self.peer} over {self.names} stayed full until the deadline"
+                    )
+
+    # Completions.
 
     def events(self, deadline: float, watch: Callable[[], None], what: str) -> npt.NDArray[np.void]:
         """Completions, at least one; used receives are posted again. Blocks, without the GIL.
 
-        ``watch`` is called now and then and may raise. CompletionError on the first failed one, DeadlineError
-        that names ``what`` was awaited.
+        ``watch`` is called now and then and may raise. CompletionError on the first failed one
+        (PeerUnreachable where nothing answers), VerbsError when a device fails, DeadlineError that names
+        ``what`` was awaited.
         """
-        while not self._cq.wait(min(WATCH_S, max(0.0, deadline - time.monotonic())), SPIN_S):
-            watch()
-            if time.monotonic() >= deadline:
-                raise DeadlineError(f"{what} with {self.peer} over {self.chosen.port.name}: deadline passed")
-        found = self._records[: self._cq.poll(self._records)]
-        for record in found[found["status"] != SUCCESS]:
-            raise self._error(record)
-        for token in found["token"][found["receive"] == 1].tolist():
-            self._by_token[token].receive(1)
-        return found
+        looked = time.monotonic()
+        while not self._held and not self._collect():
+            now = time.monotonic()
+            if now - looked >= WATCH_S or now >= deadline:
+                looked = now
+                self._watch(watch)
+                for rail in self.rails:
+                    rail.check_events()
+                self._probe(now)
+            if now >= deadline:
+                raise DeadlineError(f"{what} with {self.peer} over {self.names}: deadline passed")
+            self._sleep(min(WATCH_S, deadline - now))
+        return self._held.pop(0)
 
-    def _error(self, record: np.void) -> CompletionError:
+    def _watch(self, watch: Callable[[], None]) -> None:
+        try:
+            watch()
+        except PeerLost as error:
+            numbers = ", ".join(f"0x{lane.pair.qp_num:06x}" for lane in self.lanes)
+            on_way = sum(lane.outstanding_bytes for lane in self.lanes)
+            raise PeerLost(
+                f"{error} (queue pairs {numbers} over {self.names}, {on_way} bytes not acknowledged)"
+            ) from error
+
+    def _sleep(self, limit_s: float) -> None:
+        """Until something completes, on one rail or, for a moment each, on all in turn."""
+        self._turn = (self._turn + 1) % len(self.rails)
+        self.rails[self._turn].cq.wait(limit_s if len(self.rails) == 1 else min(limit_s, TURN_S), SPIN_S)
+
+    def _collect(self) -> bool:
+        """Take what has completed; whether there was anything. CompletionError."""
+        before = len(self._held)
+        for rail in self.rails:
+            found = self._records[: rail.cq.poll(self._records)]
+            if not len(found):
+                continue
+            for record in found[found["status"] != SUCCESS]:
+                raise self._error(rail, record)
+            receive = found["receive"] == 1
+            for token in found["token"][receive].tolist():
+                self._by_token[token].pair.receive(1)
+            for record in found[~receive]:
+                self._by_token[int(record["token"])].retire(int(record["seq"]))
+            self._held.append(found.copy())
+        return len(self._held) > before
+
+    def _probe(self, now: float) -> None:
+        """Ask a peer of whom nothing is awaited by us for a sign of life; an error comes as a completion."""
+        if self._remote_doorbell is None or now - self._probed_at < WATCH_S:
+            return
+        self._probed_at = now
+        for rail in self.rails:
+            lane = rail.lanes[0]
+            if lane.pair.posted == lane.pair.retired:
+                self.write(lane, self._doorbell, _DOORBELL, self._remote_doorbell, now + WATCH_S)
+
+    def _error(self, rail: Rail, record: np.void) -> CompletionError:
         status = int(record["status"])
-        why = self._status_text(status)
-        if status == FLUSHED:
-            events = [text for _, text, _, _ in self._context.async_events()]
-            why += f" ({'; '.join(events) or 'the queue pair was already in error'})"
-        return CompletionError(
+        detail = rail.trouble(self._by_token[int(record["token"])])
+        if status == FLUSHED and not detail:
+            detail = "the queue pair was already in error"
+        return completion_error(
+            status,
             peer=self.peer,
-            device=self.chosen.port.name,
+            device=rail.chosen.port.name,
             qp_num=int(record["qp_num"]),
             opcode=opcode_name(int(record["opcode"])),
-            status=status,
-            text=why,
+            text=self._status_text(status),
             seq=int(record["seq"]),
             vendor_err=int(record["vendor_err"]),
+            detail=detail,
         )
 
     def close(self) -> None:
-        """Queue pairs at once, then memory and device. Idempotent.
+        """Queue pairs at once, then memory and devices; a slot's registration stays. Idempotent.
 
         A thread that waits here ends with an error, because the watch of its link tells it. Blocks until it
-        is out, for a second at most.
+        is out, for a second per rail at most. VerbsError.
         """
-        end = time.monotonic() + 4 * WATCH_S
-        while True:
-            try:
-                return self._context.close()
-            except BufferError:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.002)
-
-
-def check_description(other: object, link_layer: str, pairs: int) -> None:
-    """ProtocolError naming the first field of a peer's description that can't be right."""
-    if not isinstance(other, dict):
-        raise ProtocolError(f"the peer describes itself as {str(other)[:100]!r}, expected an object")
-    limits = {
-        "protocol": (PROTOCOL, PROTOCOL),
-        "lid": (0, 0xFFFF),
-        "mtu": (1, 5),
-        "address": (1, 2**64 - 1),
-        "nbytes": (1, 2**48),
-        "rkey": (0, 2**32 - 1),
-        "chunk_bytes": (1, 2**31),
-        "ring": (1, 2**16),
-    }
-    for name, (low, high) in limits.items():
-        value = other.get(name)
-        if type(value) is not int or not low <= value <= high:
-            raise ProtocolError(f"the peer's {name} is {value!r}, expected {low} to {high}")
-    if other["ring"] * other["chunk_bytes"] != other["nbytes"]:
-        raise ProtocolError(f"the peer's ring has {other['nbytes']} bytes, expected ring * chunk_bytes")
-    gid = other.get("gid")
-    if not isinstance(gid, str) or len(gid) != 32 or set(gid) - set("0123456789abcdef"):
-        raise ProtocolError(f"the peer's gid is {gid!r}, expected 32 hexadecimal digits")
-    if other.get("link_layer") != link_layer:
-        raise ProtocolError(f"the peer's link layer is {other.get('link_layer')!r}, expected {link_layer!r}")
-    numbers = other.get("pairs")
-    if not isinstance(numbers, list) or len(numbers) != pairs or not all(_is_pair(n) for n in numbers):
-        raise ProtocolError(
-            f"the peer's queue pairs are {str(numbers)[:100]}, expected {pairs} of [qpn, psn]"
-        )
-
-
-def _is_pair(value: object) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == 2
-        and all(type(v) is int and 0 <= v < 1 << 24 for v in value)
-    )
+        close_all(self.rails)

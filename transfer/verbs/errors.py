@@ -1,8 +1,14 @@
-"""Errors of RDMA verbs. The C extension raises these too."""
+"""Errors of RDMA verbs. The C extension raises the first one too."""
 
 from __future__ import annotations
 
-from jaxrl_sync.transfer.errors import ResourceError, TransferError
+from jaxrl_sync.transfer.errors import PeerLost, ResourceError, TransferError
+
+RETRY_EXCEEDED = 12
+_HINTS = {
+    10: "the peer closed or replaced that memory, or it is smaller than described",
+    13: "the peer posts no receives: it hangs, or is much slower than this side",
+}
 
 
 class VerbsError(ResourceError, OSError):
@@ -26,10 +32,22 @@ class CompletionError(TransferError):
         text: str,
         seq: int,
         vendor_err: int,
+        detail: str = "",
     ) -> None:
         self.peer, self.device, self.qp_num, self.opcode = peer, device, qp_num, opcode
         self.status, self.text, self.seq, self.vendor_err = status, text, seq, vendor_err
+        hint = "; ".join(words for words in (_HINTS.get(status, ""), detail) if words)
         super().__init__(
             f"{opcode} {seq} on queue pair 0x{qp_num:06x} of {device} to {peer} failed: {text} "
-            f"(status {status}, vendor error 0x{vendor_err:x})"
+            f"(status {status}, vendor error 0x{vendor_err:x})" + (f": {hint}" if hint else "")
         )
+
+
+class PeerUnreachable(CompletionError, PeerLost):
+    """Nothing acknowledged a work request within the retries: the peer, its port or the way there is gone."""
+
+
+def completion_error(status: int, **facts: object) -> CompletionError:
+    """The kind of error that a status is."""
+    kind = PeerUnreachable if status == RETRY_EXCEEDED else CompletionError
+    return kind(status=status, **facts)  # type: ignore[arg-type]

@@ -66,7 +66,13 @@ class Context:
         with _named(f"opening RDMA device {device}"):
             self.device = Device(name=device)
             self.pd = PD(self.device)
-        self.children: list[Any] = []
+        self.children: dict[Any, None] = {}
+
+    def query_device(self) -> dict[str, int]:
+        """The limits that an endpoint needs."""
+        with _named(f"querying RDMA device {self.name}"):
+            found = self.device.query_device()
+        return {name: getattr(found, name) for name in ("max_mr_size", "max_qp_wr", "max_cqe")}
 
     def query_port(self, port: int) -> dict[str, int]:
         """The fields that an endpoint needs."""
@@ -82,7 +88,7 @@ class Context:
     def close(self) -> None:
         """Children in reverse order, then the device. Idempotent."""
         while self.children:
-            self.children.pop().close()
+            next(reversed(self.children)).close()
         self.pd.close()
         self.device.close()
 
@@ -97,11 +103,14 @@ class MemoryRegion:
         with _named(f"registering {self.nbytes} bytes"):
             self._mr = MR(context.pd, self.nbytes, access, address=self.address)
         self.lkey, self.rkey = self._mr.lkey, self._mr.rkey
-        context.children.append(self)
+        context.children[self] = None
+        self._context = context
 
     def close(self) -> None:
         """Deregister. Idempotent."""
-        self._mr.close()
+        if self._context.children.pop(self, self) is None:
+            self._mr.close()
+            del self._hold  # the buffer may be closed now
 
 
 class CompletionQueue:
@@ -112,7 +121,8 @@ class CompletionQueue:
             self.queue = CQ(context.device, depth)
         self.pairs: dict[int, QueuePair] = {}
         self._backlog: list[Any] = []
-        context.children.append(self)
+        context.children[self] = None
+        self._context = context
 
     def poll(self, out: npt.NDArray[np.void]) -> int:
         """Fill ``out``; returns how many."""
@@ -144,8 +154,11 @@ class CompletionQueue:
         return bool(self._backlog)
 
     def close(self) -> None:
-        """Destroy it. Idempotent."""
-        self.queue.close()
+        """Destroy it with its queue pairs. Idempotent."""
+        for pair in list(self.pairs.values()):
+            pair.close()
+        if self._context.children.pop(self, self) is None:
+            self.queue.close()
 
 
 class QueuePair:
@@ -160,10 +173,12 @@ class QueuePair:
         *,
         max_send: int = 128,
         max_recv: int = 128,
+        max_message_bytes: int = 1 << 30,
         peer: str = "?",
     ) -> None:
         QueuePair._tokens += 1
         self.token, self.peer, self.max_send, self.max_recv = QueuePair._tokens, peer, max_send, max_recv
+        self._largest = max_message_bytes
         cap = QPCap(max_send_wr=max_send, max_recv_wr=max_recv, max_send_sge=1, max_recv_sge=1)
         with _named(f"creating a queue pair of {max_send} sends and {max_recv} receives"):
             self._qp = QP(context.pd, QPInitAttr(qp_type=e.IBV_QPT_RC, scq=cq.queue, rcq=cq.queue, cap=cap))
@@ -173,7 +188,8 @@ class QueuePair:
         self._opcodes: dict[int, int] = {}
         self._cq = cq
         cq.pairs[self.qp_num] = self
-        context.children.append(self)
+        context.children[self] = None
+        self._context = context
 
     def _modify(self, attr: Any, mask: int, state: str) -> None:
         with _named(f"moving queue pair 0x{self.qp_num:06x} to {state}"):
@@ -201,6 +217,7 @@ class QueuePair:
         traffic_class: int = 0,
         sl: int = 0,
         min_rnr_timer: int = 12,
+        flow_label: int = 0,
     ) -> None:
         """INIT to RTR."""
         attr = QPAttr(qp_state=e.IBV_QPS_RTR, port_num=port)
@@ -211,7 +228,11 @@ class QueuePair:
         else:
             text = ":".join(gid.hex()[i : i + 4] for i in range(0, 32, 4))
             route = GlobalRoute(
-                dgid=GID(text), sgid_index=gid_index, hop_limit=hop_limit, traffic_class=traffic_class
+                dgid=GID(text),
+                sgid_index=gid_index,
+                flow_label=flow_label,
+                hop_limit=hop_limit,
+                traffic_class=traffic_class,
             )
             attr.ah_attr = AHAttr(dlid=lid, sl=sl, port_num=port, is_global=1, gr=route)
         mask = e.IBV_QP_STATE | e.IBV_QP_AV | e.IBV_QP_PATH_MTU | e.IBV_QP_DEST_QPN | e.IBV_QP_RQ_PSN
@@ -247,8 +268,12 @@ class QueuePair:
             flags = e.IBV_SEND_SIGNALED if signalled else 0
             if index < len(entries):
                 local, remote, nbytes = (int(v) for v in entries[index])
-                if local + nbytes > region.nbytes or remote + nbytes > remote_bytes:
-                    raise ValueError(f"write of {nbytes} bytes at {local} to {remote} leaves a region")
+                fits = local + nbytes <= region.nbytes and remote + nbytes <= remote_bytes
+                if not fits or not 0 < nbytes <= self._largest:
+                    raise ValueError(
+                        f"write of {nbytes} bytes at {local} to {remote}: regions have {region.nbytes} and "
+                        f"{remote_bytes} bytes, a message at most {self._largest}"
+                    )
                 sges = [SGE(region.address + local, nbytes, region.lkey)]
                 opcode = e.IBV_WR_RDMA_WRITE
             else:
@@ -307,6 +332,7 @@ class QueuePair:
 
     def close(self) -> None:
         """Destroy it. Idempotent."""
-        self._cq.pairs.pop(self.qp_num, None)
-        self._qp.close()
-        self._scratch.close()
+        if self._context.children.pop(self, self) is None:
+            self._cq.pairs.pop(self.qp_num, None)
+            self._qp.close()
+            self._scratch.close()

@@ -1,0 +1,255 @@
+"""One rail of a verbs edge: a port of a device with a completion queue and connected queue pairs."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import mmap
+import secrets
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxrl_sync.transfer.errors import ProtocolError
+from jaxrl_sync.transfer.verbs.devices import Chosen, choose, rails, scan
+from jaxrl_sync.transfer.verbs.errors import VerbsError
+from jaxrl_sync.transfer.verbs.handshake import MTU_BYTES, Remote
+from jaxrl_sync.transfer.verbs.opened import OpenDevice, Registered, open_device
+from jaxrl_sync.transfer.verbs.settings import VerbsSettings
+
+CLOSE_S = 1.0
+EVENT_S = 0.03  # events come through a thread of their own, a moment after what they cause
+_PORT_STATES = {1: "DOWN", 2: "INIT", 3: "ARMED", 4: "ACTIVE", 5: "ACTIVE_DEFER"}
+
+Rows = npt.NDArray[np.uint64]
+
+
+def pick(settings: VerbsSettings) -> list[Chosen]:
+    """The ports and GIDs of an endpoint, one per rail. VerbsError that says why there are too few."""
+    ports, choice = scan(), settings.choice
+    if settings.rails == 1:
+        return [choose(ports, choice)]
+    return rails(ports, choice, settings.rails)
+
+
+@dataclasses.dataclass
+class Lane:
+    """A queue pair with what is on its way: (number, bytes) of the last write of each post."""
+
+    rail: int
+    pair: Any
+    psn: int
+    flights: collections.deque[tuple[int, int]]
+    outstanding_bytes: int = 0
+
+    def retire(self, seq: int) -> None:
+        """Everything up to work request ``seq`` has completed."""
+        while self.flights and self.flights[0][0] <= seq:
+            self.outstanding_bytes -= self.flights.popleft()[1]
+
+
+class Rail:
+    """Owns queues, queue pairs and the regions made with ``register``; ``close()`` fences."""
+
+    def __init__(
+        self,
+        settings: VerbsSettings,
+        index: int,
+        chosen: Chosen,
+        peer: str,
+        pairs: int,
+        sends: int,
+        receives: int,
+    ) -> None:
+        """Open the port and make queue pairs with receives posted. VerbsError names what is missing."""
+        self.chosen, self.index, self._settings, self._peer = chosen, index, settings, peer
+        self._regions: list[Registered] = []
+        self._opened_at = time.monotonic()
+        self.lanes: list[Lane] = []
+        self.cq: Any = None
+        self.device: OpenDevice | None = open_device(settings.backend, chosen.port.device)
+        try:
+            self._open(self.device, pairs, sends, receives)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, device: OpenDevice, pairs: int, sends: int, receives: int) -> None:
+        port = device.context.query_port(self.chosen.port.number)
+        self.mtu: int = port["active_mtu"]
+        self.largest: int = port["max_message_bytes"]
+        limits = device.limits
+        receives = min(receives, limits["max_qp_wr"])
+        sends = max(8, min(sends, limits["max_qp_wr"], limits["max_cqe"] // pairs - receives))
+        self.cq = device.module.CompletionQueue(device.context, pairs * (sends + receives))
+        for _ in range(pairs):
+            pair = device.module.QueuePair(
+                device.context,
+                self.cq,
+                max_send=sends,
+                max_recv=receives,
+                max_message_bytes=min(self.largest, 1 << 30),
+                peer=self._peer,
+            )
+            self.lanes.append(Lane(self.index, pair, secrets.randbits(24), collections.deque()))
+            pair.to_init(self.chosen.port.number, self.chosen.pkey_index)
+            pair.receive(receives)
+
+    def register(self, memory: memoryview | mmap.mmap, *, remote_write: bool) -> Registered:
+        """Memory of this edge alone, registered until ``close``. VerbsError."""
+        assert self.device is not None
+        part = self._settings.max_region_bytes
+        made = Registered(self.device.borrow(), memoryview(memory), part, remote_write=remote_write)
+        self._regions.append(made)
+        return made
+
+    def describe(self) -> dict[str, Any]:
+        """What the other side needs to connect; JSON."""
+        port = self.chosen.port
+        return {
+            "device": port.name,
+            "gid": self.chosen.gid.raw.hex(),
+            "lid": port.lid,
+            "link_layer": port.link_layer,
+            "mtu": self.mtu,
+            "pairs": [[lane.pair.qp_num, lane.psn] for lane in self.lanes],
+        }
+
+    def connect(self, other: dict[str, Any]) -> None:
+        """To RTS with every queue pair. ProtocolError if it doesn't fit, VerbsError if refused."""
+        settings, port = self._settings, self.chosen.port
+        if other["link_layer"] != port.link_layer:
+            raise ProtocolError(f"{self._peer}'s {other['device']} is {other['link_layer']}, expected "
+                                f"{port.link_layer} as {port.name} is")  # fmt: skip
+        if len(other["pairs"]) != len(self.lanes):
+            raise ProtocolError(f"{self._peer} has {len(other['pairs'])} queue pairs on {other['device']}, "
+                                f"expected {len(self.lanes)}")  # fmt: skip
+        mtu = self._mtu(other)
+        for lane, (number, psn) in zip(self.lanes, other["pairs"], strict=True):
+            lane.pair.to_rtr(
+                number,
+                psn,
+                mtu,
+                port=port.number,
+                gid=bytes.fromhex(other["gid"]) if port.link_layer != "InfiniBand" else None,
+                gid_index=self.chosen.gid.index,
+                lid=other["lid"],
+                hop_limit=settings.hop_limit,
+                traffic_class=settings.traffic_class,
+                sl=settings.service_level,
+                flow_label=(lane.pair.qp_num ^ number) * 0x9E37
+                & 0xFFFFF,  # paths of their own where there are any
+            )
+            timers = {"retries": settings.retries, "rnr_retries": settings.rnr_retries}
+            lane.pair.to_rts(lane.psn, timeout=settings.timeout, **timers)
+
+    def _mtu(self, other: dict[str, Any]) -> int:
+        """The smaller code of both ports, or the configured one if both have it."""
+        both: int = min(self.mtu, other["mtu"])
+        wanted = self._settings.mtu
+        if wanted == 0:
+            return both
+        if wanted > MTU_BYTES[both]:
+            raise VerbsError(
+                0,
+                f"sync.verbs.mtu is {wanted}, but {self.chosen.port.name} has {MTU_BYTES[self.mtu]} and "
+                f"{other['device']} of {self._peer} {MTU_BYTES[other['mtu']]}: use 0, "
+                "or enlarge the MTU of the interface",
+            )
+        return next(code for code, nbytes in MTU_BYTES.items() if nbytes == wanted)
+
+    def trouble(self, lane: Lane | None = None) -> str:
+        """In words what asynchronous events and the port's state say about a failure; empty if nothing."""
+        if self.device is None:
+            return ""
+        time.sleep(EVENT_S)
+        number = lane.pair.qp_num if lane is not None else -1
+        events = self.device.events(self._opened_at)
+        found = [str(event) for event in events if event.kind != "qp" or event.number == number]
+        state = int(self.device.context.query_port(self.chosen.port.number)["state"])
+        if state != 4:
+            found.append(f"port {self.chosen.port.name} is {_PORT_STATES.get(state, state)}, expected ACTIVE")
+        return "; ".join(found)
+
+    def check_events(self) -> None:
+        """VerbsError on an event after which nothing of this rail will complete."""
+        if self.device is None:
+            return
+        numbers = {lane.pair.qp_num for lane in self.lanes}
+        for event in self.device.events(self._opened_at):
+            ours = event.kind in ("device", "cq") or (event.kind == "qp" and event.number in numbers)
+            if event.meaning == "fatal" and ours:
+                raise VerbsError(0, f"{self.chosen.port.name}: {event}; the edge is given up")
+
+    def close(self) -> None:
+        """Queue pairs at once, then memory and device. Idempotent.
+
+        A thread that waits here ends with an error, because the watch of its link tells it. Blocks until it
+        is out, for a second at most.
+        """
+        end = time.monotonic() + CLOSE_S
+        while True:
+            try:
+                return self._close_now()
+            except BufferError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.002)
+
+    def _close_now(self) -> None:
+        if self.cq is not None:
+            self.cq.close()  # with its queue pairs
+        self.cq = None
+        while self._regions:
+            self._regions[-1].close()
+            self._regions.pop()
+        device, self.device = self.device, None
+        if device is not None:
+            device.give_back()
+
+
+def close_all(rails: list[Rail]) -> None:
+    """Close every rail, then raise what went wrong first."""
+    errors: list[Exception] = []
+    for rail in rails:
+        try:
+            rail.close()
+        except (OSError, BufferError) as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def calls(
+    rows: Rows, local_part: int, remote: Remote, rail: int, largest: int
+) -> Iterator[tuple[int, int, Rows]]:
+    """Cut writes where a region or a message ends: (local part, remote part, rows within both).
+
+    ``rows`` are (local offset, remote offset, bytes) in memory that is registered in parts of ``local_part``
+    and ``remote.part_bytes[rail]`` bytes.
+    """
+    remote_part = remote.part_bytes[rail]
+    one_region = len(remote.rkeys[rail]) == 1 and (
+        len(rows) == 0 or int((rows[:, 0] + rows[:, 2]).max()) <= local_part
+    )
+    if one_region and (len(rows) == 0 or int(rows[:, 2].max()) <= largest):
+        yield 0, 0, rows
+        return
+    group: tuple[int, int] | None = None
+    cut: list[tuple[int, int, int]] = []
+    for row in rows.tolist():
+        at, to, left = row
+        while left:
+            a, b = at // local_part, to // remote_part
+            n = min(left, largest, (a + 1) * local_part - at, (b + 1) * remote_part - to)
+            if group is not None and group != (a, b):
+                yield *group, np.array(cut, np.uint64)
+                cut = []
+            group = a, b
+            cut.append((at - a * local_part, to - b * remote_part, n))
+            at, to, left = at + n, to + n, left - n
+    if group is not None:
+        yield *group, np.array(cut, np.uint64)
