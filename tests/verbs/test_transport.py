@@ -24,7 +24,7 @@ from jaxrl_sync.transfer.verbs.errors import CompletionError, PeerUnreachable, V
 from jaxrl_sync.transfer.verbs.handshake import remote_of
 from jaxrl_sync.transfer.verbs.opened import Registered, open_device
 from jaxrl_sync.transfer.verbs.settings import VerbsSettings
-from tests.transfer.models import ServerThread, convert, engine_target, open_fds, same_bits, trainer_params
+from tests.transfer.models import ServerThread, convert, engine_target, same_bits, trainer_params
 from tests.verbs.fakelib import Fake
 
 PLACEMENTS = ("placed", "staged")
@@ -124,10 +124,8 @@ def test_registration_happens_once(rig: Rig, fake: Fake) -> None:
     rig.take(0, 0)
     regions = fake.counts.mrs
     fake.knobs.register_limit = 1  # any further registration fails
-    descriptors = open_fds()
     for number in range(1, 5):
         rig.take(number, number)
-    assert open_fds() <= descriptors  # connections to the hub come and go
     assert fake.counts.mrs == regions
 
 
