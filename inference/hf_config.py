@@ -1,4 +1,4 @@
-"""``config.json`` of a published Qwen3 checkpoint, to and from ``DecoderConfig``."""
+"""``config.json`` of a published Qwen3 or Llama checkpoint, to and from ``DecoderConfig``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_sync.sharding.errors import UserError
-from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig
+from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig, RopeScaling
 
-MODEL_TYPE = "qwen3"
+# model_type -> (class in transformers, whether queries and keys are normalised)
+FAMILIES = {"qwen3": ("Qwen3ForCausalLM", True), "llama": ("LlamaForCausalLM", False)}
+_FACTORS = ("factor", "low_freq_factor", "high_freq_factor")
 
 
 class CheckpointError(UserError, ValueError):
@@ -37,13 +39,11 @@ class HFModel:
 def parse_config(config: Mapping[str, Any]) -> HFModel:
     """The decoder of a ``config.json`` object. Raises CheckpointError for what it can't compute exactly."""
     kind = config.get("model_type")
-    if kind != MODEL_TYPE:
-        why = (
-            "its attention has no per-head q_norm and k_norm, which this decoder applies"
-            if kind in ("llama", "qwen2", "mistral", "gemma")
-            else "this decoder computes dense Qwen3 models only"
+    if kind not in FAMILIES:
+        why = "its projections have biases" if kind == "qwen2" else "another decoder"
+        raise CheckpointError(
+            f"config.json: model_type {kind!r} is not supported ({why}); expected {' or '.join(FAMILIES)}"
         )
-        raise CheckpointError(f"config.json: model_type {kind!r} is not supported ({why}); expected 'qwen3'")
     _refuse_variants(config)
     heads = _integer(config, "num_attention_heads")
     return HFModel(
@@ -58,6 +58,8 @@ def parse_config(config: Mapping[str, Any]) -> HFModel:
             rope_theta=_rope_theta(config),
             norm_eps=_positive(config, "rms_norm_eps", 1e-6),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            qk_norm=FAMILIES[kind][1],
+            rope_scaling=_rope_scaling(config),
         ),
         max_position=_integer(config, "max_position_embeddings", 32768),
         eos_ids=_ids(config.get("eos_token_id")),
@@ -73,9 +75,15 @@ def render_config(
     pad_id: int | None = None,
 ) -> dict[str, Any]:
     """The ``config.json`` object of a decoder; ``dtype`` is ``float32``, ``bfloat16`` or ``float16``."""
+    kind = next(name for name, (_, normed) in FAMILIES.items() if normed == cfg.qk_norm)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": cfg.rope_theta}
+    if cfg.rope_scaling is not None:
+        scaling = dataclasses.asdict(cfg.rope_scaling)
+        scaling["original_max_position_embeddings"] = scaling.pop("original_max_position")
+        rope |= scaling | {"rope_type": "llama3"}
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": MODEL_TYPE,
+        "architectures": [FAMILIES[kind][0]],
+        "model_type": kind,
         "vocab_size": cfg.vocab_size,
         "hidden_size": cfg.d_model,
         "intermediate_size": cfg.d_ff,
@@ -85,11 +93,13 @@ def render_config(
         "head_dim": cfg.head_dim,
         "hidden_act": "silu",
         "attention_bias": False,
+        "mlp_bias": False,
         "attention_dropout": 0.0,
         "use_sliding_window": False,
         "rms_norm_eps": cfg.norm_eps,
         "rope_theta": cfg.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": cfg.rope_theta},
+        "rope_parameters": rope,
+        "rope_scaling": None if cfg.rope_scaling is None else rope,
         "max_position_embeddings": max_position,
         "tie_word_embeddings": cfg.tied_embeddings,
         "torch_dtype": dtype,
@@ -104,6 +114,7 @@ def _refuse_variants(config: Mapping[str, Any]) -> None:
     plain: dict[str, tuple[Any, ...]] = {
         "hidden_act": (None, "silu"),
         "attention_bias": (None, False),
+        "mlp_bias": (None, False),
         "use_sliding_window": (None, False),
         "quantization_config": (None,),
     }
@@ -112,13 +123,25 @@ def _refuse_variants(config: Mapping[str, Any]) -> None:
             raise CheckpointError(
                 f"config.json: {name}={config[name]!r} is not supported, expected {allowed[-1]!r}"
             )
+
+
+def _rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
+    found: RopeScaling | None = None
     for name in ("rope_scaling", "rope_parameters"):
         scaling = _object(config, name)
         kind = scaling.get("rope_type", scaling.get("type", "default"))
-        if kind != "default":
+        if kind == "llama3":
+            factor, low, high = (_positive(scaling, key) for key in _FACTORS)
+            original = _integer(scaling, "original_max_position_embeddings")
+            try:
+                found = RopeScaling(factor, low, high, original)
+            except ValueError as error:
+                raise CheckpointError(f"config.json: {name}: {error}") from None
+        elif kind != "default":
             raise CheckpointError(
-                f"config.json: {name} of type {kind!r} is not supported, expected 'default'"
+                f"config.json: {name} of type {kind!r} is not supported, expected 'default' or 'llama3'"
             )
+    return found
 
 
 def _rope_theta(config: Mapping[str, Any]) -> float:
@@ -134,7 +157,7 @@ def _integer(config: Mapping[str, Any], name: str, default: int | None = None) -
     return value
 
 
-def _positive(config: Mapping[str, Any], name: str, default: float) -> float:
+def _positive(config: Mapping[str, Any], name: str, default: float | None = None) -> float:
     value = config.get(name, default)
     if type(value) not in (int, float) or not 0 < value < 1e300:
         raise CheckpointError(f"config.json: {name}={str(value)[:60]!r}, expected a number above 0")

@@ -42,6 +42,7 @@ _ENGINE_NORMS = {
     "q_norm": "self_attn.q_norm.weight",
     "k_norm": "self_attn.k_norm.weight",
 }
+_QK_NAMES = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 
 
 def tensor_shapes(cfg: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -61,6 +62,8 @@ def tensor_shapes(cfg: DecoderConfig) -> dict[str, tuple[int, ...]]:
         "input_layernorm.weight": (D,),
         "post_attention_layernorm.weight": (D,),
     }
+    if not cfg.qk_norm:
+        layer = {name: shape for name, shape in layer.items() if name not in _QK_NAMES}
     shapes: dict[str, tuple[int, ...]] = {EMBED: (cfg.vocab_size, D)}
     for i in range(cfg.num_layers):
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
@@ -169,6 +172,8 @@ def from_engine(tree: Mapping[str, Any], cfg: DecoderConfig) -> Iterator[tuple[s
         yield f"{prefix}mlp.up_proj.weight", gate_up_Dx2xF[:, 1].T.reshape(F, D)
         yield f"{prefix}mlp.down_proj.weight", np.asarray(layer["down"]).T
         for kind, name in _ENGINE_NORMS.items():
+            if name in _QK_NAMES and not cfg.qk_norm:
+                continue
             yield prefix + name, np.asarray(layer[kind])
     yield FINAL_NORM, np.asarray(tree["final_norm"])
     if not cfg.tied_embeddings:
@@ -180,6 +185,8 @@ def from_trainer(tree: Mapping[str, Any], cfg: DecoderConfig) -> Iterator[tuple[
     yield EMBED, np.asarray(tree["embed"]["embedding"])
     for i in range(cfg.num_layers):
         for path, name in _LAYER_NAMES.items():
+            if name in _QK_NAMES and not cfg.qk_norm:
+                continue
             leaf: Any = tree["layers"]
             for part in path.split("/"):
                 leaf = leaf[part]

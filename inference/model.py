@@ -1,4 +1,4 @@
-"""The Qwen3-style decoder over the engine tree of ``sharding.presets.qwen3``.
+"""The dense Qwen3 or Llama decoder over the engine tree of ``sharding.presets.qwen3``.
 
 Every function here computes on one device's shards inside ``jax.shard_map``: weights and cache arrive as
 this device's part, activations are whole on every device, and the only collectives are one sum after
@@ -39,6 +39,8 @@ def rope_angles(position: jax.Array, cfg: DecoderConfig) -> tuple[jax.Array, jax
     """Cosine and sine ``[..., K/2]`` in float32 for integer positions ``[...]``."""
     half = cfg.head_dim // 2
     inv_freq = cfg.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if cfg.rope_scaling is not None:
+        inv_freq = cfg.rope_scaling.apply(inv_freq)
     angle = position[..., None].astype(jnp.float32) * inv_freq
     return jnp.cos(angle), jnp.sin(angle)
 
@@ -141,8 +143,10 @@ def _block(
     h = rms_norm(x, layer["input_norm"], eps)
     qkv = jnp.einsum("...d,dgck->...gck", h, matrix(layer["qkv"], x.dtype))
     heads = qkv.shape[-2] - 2
-    q = apply_rope(rms_norm(qkv[..., :heads, :], layer["q_norm"], eps), *_over(cos, sin, 2))
-    k = apply_rope(rms_norm(qkv[..., heads, :], layer["k_norm"], eps), *_over(cos, sin, 1))
+    q, k = qkv[..., :heads, :], qkv[..., heads, :]
+    if "q_norm" in layer:
+        q, k = rms_norm(q, layer["q_norm"], eps), rms_norm(k, layer["k_norm"], eps)
+    q, k = apply_rope(q, *_over(cos, sin, 2)), apply_rope(k, *_over(cos, sin, 1))
     out = attend(q, k, qkv[..., heads + 1, :])
     x = x + _sum_over(axis, "...gqk,gqkd->...d", out, layer["o"])
     h = rms_norm(x, layer["post_attn_norm"], eps)

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 
 def to_decoder(config: RunConfig) -> DecoderConfig:
     """The decoder's shape."""
-    from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig
+    from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig, RopeScaling
 
-    return DecoderConfig(**config.model.model_dump(exclude={"checkpoint", "tokenizer"}))
+    scaling = config.model.rope_scaling
+    fields = config.model.model_dump(exclude={"checkpoint", "tokenizer", "rope_scaling"})
+    return DecoderConfig(**fields, rope_scaling=RopeScaling(**scaling.model_dump()) if scaling else None)
 
 
 def to_engine(config: RunConfig) -> EngineConfig:

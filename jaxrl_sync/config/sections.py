@@ -52,6 +52,15 @@ class RunSection(Section):
     """Keep every batch as ``RUN_DIR/batches/step-<x>.rank-<d>.frame``, for replay and for comparisons."""
 
 
+class RopeScalingTable(Section):
+    """See ``jaxrl_sync.sharding.presets.qwen3.RopeScaling``."""
+
+    factor: Annotated[float, Field(ge=1)]
+    low_freq_factor: Annotated[float, Field(gt=0)]
+    high_freq_factor: Annotated[float, Field(gt=0)]
+    original_max_position: Positive
+
+
 class ModelSection(Section):
     """Shape of the decoder; see ``jaxrl_sync.sharding.presets.qwen3.DecoderConfig``."""
 
@@ -65,18 +74,37 @@ class ModelSection(Section):
     rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
     norm_eps: Annotated[float, Field(gt=0)] = 1e-6
     tied_embeddings: bool = False
+    qk_norm: bool = True
+    """Queries and keys are normalised per head (Qwen3); false: Llama's attention."""
+    rope_scaling: RopeScalingTable | None = None
+    """Llama 3's stretched RoPE."""
     checkpoint: str | None = None
     """Folder with safetensors weights that the trainer starts from; random weights without."""
     tokenizer: str | None = None
     """A ``tokenizer.json``; without it the task's own character tokenizer is used."""
 
 
-class TaskSection(Section):
-    """Which environment produces prompts and rewards; ``args`` go to the task as they are."""
+class MixTable(Section):
+    """One task of several, ``[[task.mix]]``."""
 
     name: str
+    label: Annotated[str, Field(pattern=r"^[\w.:+-]+$")] | None = None
+    """Its name in metrics and reports, the task's own without; needed where a task comes twice."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of the trained groups, beside the weights of the others."""
+    args: dict[str, Scalar] = {}
+
+
+class TaskSection(Section):
+    """Which environment produces prompts and rewards; ``args`` go to the task as they are.
+
+    Either one task by ``name``, or several as a ``mix``.
+    """
+
+    name: str = ""
     seed: NonNegative = 0
     args: dict[str, Scalar] = {}
+    mix: Annotated[tuple[MixTable, ...], Field(strict=False)] = ()
 
 
 class MeshTable(Section):

@@ -57,7 +57,7 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with q/k norm and RoPE over packed rows."""
+    """Grouped-query attention with RoPE over packed rows; q/k norm where the decoder has it."""
 
     def __init__(self, cfg: DecoderConfig, std: float, rngs: nnx.Rngs) -> None:
         L, D, H, N, K = cfg.num_layers, cfg.d_model, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
@@ -65,12 +65,16 @@ class Attention(nnx.Module):
         self.k_proj = Kernel((L, D, N, K), std, rngs)
         self.v_proj = Kernel((L, D, N, K), std, rngs)
         self.o_proj = Kernel((L, H, K, D), std, rngs)
-        self.q_norm = RMSNorm((L, K), cfg.norm_eps)
-        self.k_norm = RMSNorm((L, K), cfg.norm_eps)
+        self.normed = cfg.qk_norm
+        if self.normed:
+            self.q_norm = RMSNorm((L, K), cfg.norm_eps)
+            self.k_norm = RMSNorm((L, K), cfg.norm_eps)
 
     def __call__(self, x_BSD: jax.Array, rope: tuple[jax.Array, jax.Array], mask_BST: jax.Array) -> jax.Array:
-        q_BSHK = rotate(self.q_norm(self.q_proj(x_BSD, out_dims=2)), rope)
-        k_BTNK = rotate(self.k_norm(self.k_proj(x_BSD, out_dims=2)), rope)
+        q_BSHK, k_BTNK = self.q_proj(x_BSD, out_dims=2), self.k_proj(x_BSD, out_dims=2)
+        if self.normed:
+            q_BSHK, k_BTNK = self.q_norm(q_BSHK), self.k_norm(k_BTNK)
+        q_BSHK, k_BTNK = rotate(q_BSHK, rope), rotate(k_BTNK, rope)
         v_BNTK = jnp.swapaxes(self.v_proj(x_BSD, out_dims=2), 1, 2)
         B, S, H, K = q_BSHK.shape
         N = k_BTNK.shape[2]
@@ -147,10 +151,13 @@ def _graph(cfg: DecoderConfig) -> Any:
     return nnx.split(nnx.eval_shape(lambda: Decoder(cfg, 1.0, nnx.Rngs(params=0))))[0]
 
 
-def rope_tables(positions_BS: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+def rope_tables(positions_BS: jax.Array, cfg: DecoderConfig) -> tuple[jax.Array, jax.Array]:
     """cos and sin ``[B, S, 1, K/2]`` in float32 (RoPE, arXiv 2104.09864, in the half-split pairing)."""
-    exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-    angles = positions_BS[..., None].astype(jnp.float32) * theta**-exponent
+    exponent = jnp.arange(0, cfg.head_dim, 2, dtype=jnp.float32) / cfg.head_dim
+    frequency = cfg.rope_theta**-exponent
+    if cfg.rope_scaling is not None:
+        frequency = cfg.rope_scaling.apply(frequency)
+    angles = positions_BS[..., None].astype(jnp.float32) * frequency
     return jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
 
 
@@ -206,7 +213,7 @@ def hidden_states(
     token sees another segment, so packed rows equal unpacked ones.
     """
     model = nnx.merge(_graph(cfg), compute)
-    rope = rope_tables(positions_BS, cfg.head_dim, cfg.rope_theta)
+    rope = rope_tables(positions_BS, cfg)
     mask_BST = attention_mask(segments_BS)
     graph, stacked = nnx.split(model.layers)
     weights_L: Tree = nnx.to_pure_dict(stacked)

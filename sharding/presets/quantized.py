@@ -5,11 +5,11 @@ same rank: ``scale`` has one number per block. Both are ordinary tensors of the 
 computed leaves: they are evaluated on the trainer's mesh, from the value that the engine would hold without
 quantisation, and what travels (and what a delta compares) are the quantised bytes.
 
-Values are ``weight * (1 / scale)`` rounded to nearest even, with ``scale = max |weight| * (1 / largest)`` over
-the block; the largest finite number is 448 for float8_e4m3fn (OCP 8-bit floating point specification, revision
-1.0) and 127 for int8. Blocks of 128x128, and of 1x128 along the contraction, are those of DeepSeek-V3 (arXiv
-2412.19437, section 3.3). Reciprocals are written out because XLA replaces a division by
-a constant or by a broadcast with them. What is left is exact or correctly rounded in any order of evaluation,
+Values are ``weight * (1 / scale)`` rounded to nearest even, with ``scale = max |weight| * (1 / largest)``
+over the block; the largest finite number is 448 for float8_e4m3fn (OCP 8-bit floating point specification,
+revision 1.0) and 127 for int8. Blocks of 128x128, and of 1x128 along the contraction, are those of
+DeepSeek-V3 (arXiv 2412.19437, section 3.3). Reciprocals are written out because XLA replaces a division by a
+constant or by a broadcast with them. What is left is exact or correctly rounded in any order of evaluation,
 so trainer meshes and compilers can't disagree about a bit.
 """
 

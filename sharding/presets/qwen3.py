@@ -1,4 +1,4 @@
-"""The Qwen3-style dense decoder as data: its shape, the trainer's tree, the engine's tree, the conversion.
+"""The dense Qwen3 or Llama decoder as data: its shape, the trainer's tree, the engine's, the conversion.
 
 Two trees describe one model. The *trainer tree* has scanned layers (a leading layer dimension) and one
 tensor per projection, which is what fp32 masters, FSDP and optax want. The *engine tree* has per-layer
@@ -19,8 +19,39 @@ Tree = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's stretched RoPE: long wavelengths are slowed by ``factor``, short ones kept, the rest blended.
+
+    A wavelength over ``original_max_position / low_freq_factor`` tokens is long, one under
+    ``original_max_position / high_freq_factor`` short (the Llama 3 herd of models, arXiv 2407.21783, and the
+    ``rope_type`` "llama3" of published configurations).
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+    def __post_init__(self) -> None:
+        if not (self.factor >= 1 and 0 < self.low_freq_factor < self.high_freq_factor):
+            raise ValueError(
+                f"rope scaling: expected factor >= 1 and 0 < low_freq_factor < high_freq_factor, got {self}"
+            )
+
+    def apply(self, frequency: jax.Array) -> jax.Array:
+        """Angles per token, float32, after scaling."""
+        turns = self.original_max_position * frequency / (2 * jnp.pi)
+        blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = jnp.clip(blend, 0.0, 1.0)
+        return frequency * (kept + (1.0 - kept) / self.factor)
+
+
+@dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """Shape of a Qwen3-style decoder: RMSNorm, RoPE, grouped-query attention with q/k norm, SwiGLU."""
+    """Shape of a dense decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU.
+
+    ``qk_norm``: queries and keys are normalised per head (Qwen3); without it the decoder is Llama's.
+    """
 
     vocab_size: int
     num_layers: int
@@ -32,6 +63,8 @@ class DecoderConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-6
     tied_embeddings: bool = False
+    qk_norm: bool = True
+    rope_scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -64,6 +97,9 @@ TRAINER_AXES: dict[str, tuple[str, ...]] = {
 }
 
 
+QK_NORMS = ("q_norm", "k_norm")
+
+
 def trainer_shapes(cfg: DecoderConfig, dtype: Any = jnp.float32) -> Tree:
     """The trainer tree as ``jax.ShapeDtypeStruct`` leaves (fp32 masters by default), nested by ``/``."""
     L, D, H, KV, K, F, V = (
@@ -79,9 +115,9 @@ def trainer_shapes(cfg: DecoderConfig, dtype: Any = jnp.float32) -> Tree:
     norm_size = {"q_norm": K, "k_norm": K, "input_norm": D, "post_attn_norm": D, "final_norm": D}
     tree: Tree = {}
     for path, axes in TRAINER_AXES.items():
-        if path == "lm_head/kernel" and cfg.tied_embeddings:
-            continue
         parts = path.split("/")
+        if (path == "lm_head/kernel" and cfg.tied_embeddings) or (parts[-2] in QK_NORMS and not cfg.qk_norm):
+            continue
         shape = tuple(norm_size[parts[-2]] if a == "norm" else sizes[a] for a in axes)
         node = tree
         for part in parts[:-1]:
@@ -117,6 +153,8 @@ def engine_specs(cfg: DecoderConfig, axis: str = "tp") -> Tree:
         "gate_up": P(None, None, axis),
         "down": P(axis),
     }
+    if not cfg.qk_norm:
+        layer = {name: spec for name, spec in layer.items() if name not in QK_NORMS}
     tree: Tree = {
         "embed": P(),
         "layers": {str(i): dict(layer) for i in range(cfg.num_layers)},
@@ -147,8 +185,7 @@ def convert(params: Tree, cfg: DecoderConfig, tp: int, dtype: Any = jnp.bfloat16
         return {
             "input_norm": params["layers"]["input_norm"]["scale"][i],
             "qkv": jnp.concatenate([q_DxGxQxK, k_DxGx1xK, v_DxGx1xK], axis=2),
-            "q_norm": attn["q_norm"]["scale"][i],
-            "k_norm": attn["k_norm"]["scale"][i],
+            **({name: attn[name]["scale"][i] for name in QK_NORMS} if cfg.qk_norm else {}),
             "o": attn["o_proj"]["kernel"][i].reshape(G, Q, K, D),
             "post_attn_norm": params["layers"]["post_attn_norm"]["scale"][i],
             "gate_up": jnp.stack([mlp["gate_proj"]["kernel"][i], mlp["up_proj"]["kernel"][i]], axis=1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,13 @@ from jaxrl_sync.inference.hf_config import (
 )
 from jaxrl_sync.inference.hf_convert import tensor_shapes, trainer_block
 from jaxrl_sync.inference.tokenizer import CharTokenizer, TokenizerError, load_tokenizer
-from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig, convert, trainer_shapes
+from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig, RopeScaling, convert, trainer_shapes
 
 TINY = DecoderConfig(
     vocab_size=24, num_layers=2, d_model=16, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=20, rope_theta=5e5
 )
 TIED = DecoderConfig(24, 1, 8, 2, 1, 4, 12, tied_embeddings=True)
+LLAMA = dataclasses.replace(TINY, qk_norm=False, rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192))
 
 
 def mesh_of(tp: int) -> Mesh:
@@ -57,7 +59,7 @@ def same(a: Any, b: Any) -> bool:
     return bits(leaves) == bits(b) and str(structure) == str(jax.tree.structure(b))
 
 
-@pytest.mark.parametrize("cfg", [TINY, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("cfg", [TINY, TIED, LLAMA], ids=["untied", "tied", "llama"])
 def test_trainer_tree_round_trip_is_bit_exact(tmp_path: Path, cfg: DecoderConfig) -> None:
     tree = trainer_tree(cfg)
     save_trainer(tmp_path / "ckpt", tree, cfg)
@@ -74,12 +76,14 @@ def test_trainer_tree_round_trip_is_bit_exact(tmp_path: Path, cfg: DecoderConfig
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_engine_tree_equals_conversion_of_the_trainer_tree(tmp_path: Path, tp: int, dtype: str) -> None:
-    tree = trainer_tree(TINY)
-    save_trainer(tmp_path / "ckpt", tree, TINY)
-    loaded = load_engine(tmp_path / "ckpt", TINY, mesh_of(tp), dtype)
-    expected = jax.jit(lambda p: convert(p, TINY, tp, jnp.dtype(dtype)))(tree)
+@pytest.mark.parametrize(("cfg", "dtype"), [(TINY, "float32"), (TINY, "bfloat16"), (LLAMA, "bfloat16")])
+def test_engine_tree_equals_conversion_of_the_trainer_tree(
+    tmp_path: Path, tp: int, cfg: DecoderConfig, dtype: str
+) -> None:
+    tree = trainer_tree(cfg)
+    save_trainer(tmp_path / "ckpt", tree, cfg)
+    loaded = load_engine(tmp_path / "ckpt", cfg, mesh_of(tp), dtype)
+    expected = jax.jit(lambda p: convert(p, cfg, tp, jnp.dtype(dtype)))(tree)
     assert same(loaded, expected)
     assert loaded["layers"]["1"]["qkv"].sharding.spec == PartitionSpec(None, "tp")
 
@@ -219,13 +223,26 @@ def test_existing_folder_is_not_overwritten_and_a_failed_save_leaves_nothing(tmp
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "llama"}, "no per-head q_norm and k_norm"),
-        ({"model_type": "qwen3_moe"}, "dense Qwen3 models only"),
+        ({"model_type": "qwen2"}, "biases"),
+        ({"model_type": "qwen3_moe"}, "expected qwen3 or llama"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "'llama3'"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor='None'"),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 4.0,
+                    "high_freq_factor": 1.0,
+                    "original_max_position_embeddings": 8192,
+                }
+            },
+            "low_freq_factor < high_freq_factor",
+        ),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers='two'"),
         ({"vocab_size": None}, "vocab_size=None"),

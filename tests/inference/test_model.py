@@ -18,14 +18,18 @@ from jaxrl_sync.inference.runner import target_tree
 from jaxrl_sync.sharding.presets import qwen3
 from tests.inference.engine_helpers import ask, generate, tp_mesh
 
-GOLDEN = Path(__file__).parent / "golden" / "qwen3.npz"
+GOLDEN = Path(__file__).parent / "golden"
+MODELS = ["qwen3/untied", "qwen3/tied", "llama/untied", "llama/tied"]  # the untied Llama has scaled RoPE
 
 
-def load(name: str) -> tuple[qwen3.DecoderConfig, Any, dict[str, np.ndarray]]:
+def load(model: str) -> tuple[qwen3.DecoderConfig, Any, dict[str, np.ndarray]]:
     """The config, the trainer tree and the recorded arrays of one golden model."""
-    with np.load(GOLDEN) as file:
+    family, _, name = model.partition("/")
+    with np.load(GOLDEN / f"{family}.npz") as file:
         arrays = {k.removeprefix(f"{name}/"): file[k] for k in file.files if k.startswith(f"{name}/")}
-    cfg = qwen3.DecoderConfig(**json.loads(str(arrays.pop("config"))))
+    fields = json.loads(str(arrays.pop("config")))
+    scaling = fields.pop("rope_scaling", None)
+    cfg = qwen3.DecoderConfig(**fields, rope_scaling=qwen3.RopeScaling(**scaling) if scaling else None)
     w = {
         k.removeprefix("weights/"): v.astype(np.float32) for k, v in arrays.items() if k.startswith("weights")
     }
@@ -43,8 +47,7 @@ def load(name: str) -> tuple[qwen3.DecoderConfig, Any, dict[str, np.ndarray]]:
                 "k_proj": {"kernel": stack("self_attn.k_proj", (D, KV, K))},
                 "v_proj": {"kernel": stack("self_attn.v_proj", (D, KV, K))},
                 "o_proj": {"kernel": stack("self_attn.o_proj", (H, K, D))},
-                "q_norm": {"scale": stack("self_attn.q_norm", (K,))},
-                "k_norm": {"scale": stack("self_attn.k_norm", (K,))},
+                **{n: {"scale": stack(f"self_attn.{n}", (K,))} for n in qwen3.QK_NORMS if cfg.qk_norm},
             },
             "mlp": {
                 "gate_proj": {"kernel": stack("mlp.gate_proj", (D, F))},
@@ -61,7 +64,7 @@ def load(name: str) -> tuple[qwen3.DecoderConfig, Any, dict[str, np.ndarray]]:
     return cfg, tree, arrays
 
 
-@pytest.mark.parametrize("name", ["untied", "tied"])
+@pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_those_of_transformers(name: str) -> None:
     cfg, tree, golden = load(name)
     engine_tree = qwen3.convert(tree, cfg, 1, jnp.float32)
@@ -70,7 +73,7 @@ def test_logits_equal_those_of_transformers(name: str) -> None:
     np.testing.assert_allclose(found, golden["logits"], atol=2e-5 * np.abs(golden["logits"]).max())
 
 
-@pytest.mark.parametrize(("name", "tp"), [("untied", 4), ("tied", 2)])
+@pytest.mark.parametrize(("name", "tp"), [("qwen3/untied", 4), ("qwen3/tied", 2), ("llama/untied", 2)])
 def test_greedy_decode_through_the_engine_equals_transformers(name: str, tp: int) -> None:
     cfg, tree, golden = load(name)
     mesh = tp_mesh(tp)

@@ -145,8 +145,10 @@ def numpy_logprobs(params: Any, cfg: DecoderConfig, tokens: Any, temperature: fl
         out = np.zeros_like(x)
         for head in range(cfg.num_heads):
             group = head // (cfg.num_heads // cfg.num_kv_heads)
-            q = _rotate(_norm(h @ attn["q_proj"][:, head], attn["q_norm"], cfg.norm_eps), cfg.rope_theta)
-            k = _rotate(_norm(h @ attn["k_proj"][:, group], attn["k_norm"], cfg.norm_eps), cfg.rope_theta)
+            q, k = h @ attn["q_proj"][:, head], h @ attn["k_proj"][:, group]
+            if cfg.qk_norm:
+                q, k = _norm(q, attn["q_norm"], cfg.norm_eps), _norm(k, attn["k_norm"], cfg.norm_eps)
+            q, k = _rotate(q, cfg), _rotate(k, cfg)
             scores = np.where(np.tril(np.ones((T, T))) > 0, q @ k.T / np.sqrt(cfg.head_dim), -np.inf)
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             weights /= weights.sum(-1, keepdims=True)
@@ -167,12 +169,27 @@ def _norm(x: Any, scale: Any, eps: float) -> Any:
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * scale
 
 
-def _rotate(x: Any, theta: float) -> Any:
+def _angle_per_token(cfg: DecoderConfig, i: int) -> float:
+    plain = float(cfg.rope_theta ** (-2 * i / cfg.head_dim))
+    if (scaling := cfg.rope_scaling) is None:
+        return plain
+    wavelength, low = 2 * np.pi / plain, scaling.original_max_position / scaling.low_freq_factor
+    high = scaling.original_max_position / scaling.high_freq_factor
+    if wavelength > low:
+        return plain / scaling.factor
+    if wavelength < high:
+        return plain
+    smooth = scaling.original_max_position / wavelength - scaling.low_freq_factor
+    smooth /= scaling.high_freq_factor - scaling.low_freq_factor
+    return (1 - smooth) * plain / scaling.factor + smooth * plain
+
+
+def _rotate(x: Any, cfg: DecoderConfig) -> Any:
     T, K = x.shape
     out = np.empty_like(x)
     for t in range(T):
         for i in range(K // 2):
-            angle = t * theta ** (-2 * i / K)
+            angle = t * _angle_per_token(cfg, i)
             a, b = x[t, i], x[t, i + K // 2]
             out[t, i] = a * np.cos(angle) - b * np.sin(angle)
             out[t, i + K // 2] = b * np.cos(angle) + a * np.sin(angle)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxrl_sync.inference.model import logits as engine_logits
-from jaxrl_sync.sharding.presets.qwen3 import convert, trainer_shapes
+from jaxrl_sync.sharding.presets.qwen3 import RopeScaling, convert, trainer_shapes
 from jaxrl_sync.trainer.logprobs import token_logprobs
 from tests.trainer.batches import (
     MODEL,
@@ -33,8 +33,8 @@ def _by_segment(batch: Any, logp: Any) -> dict[int, Any]:
 
 
 def test_the_state_of_the_model_is_the_trainer_tree() -> None:
-    for tied in (False, True):
-        model = dataclasses.replace(MODEL, tied_embeddings=tied)
+    for tied, normed in ((False, True), (True, True), (False, False)):
+        model = dataclasses.replace(MODEL, tied_embeddings=tied, qk_norm=normed)
         _, state = build(trainer_config(), model=model)
         shapes = trainer_shapes(model)
         assert str(jax.tree.structure(state.params)) == str(jax.tree.structure(shapes))
@@ -43,9 +43,21 @@ def test_the_state_of_the_model_is_the_trainer_tree() -> None:
         )
 
 
-@pytest.mark.parametrize(("tied", "temperature"), [(False, 1.0), (True, 0.7), (False, 0.0)])
-def test_packed_rows_agree_with_a_plain_decoder(tied: bool, temperature: float) -> None:
-    model = dataclasses.replace(MODEL, tied_embeddings=tied)
+LLAMA3 = RopeScaling(8.0, 1.0, 4.0, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "temperature"),
+    [
+        ({}, 1.0),
+        ({"tied_embeddings": True}, 0.7),
+        ({}, 0.0),
+        ({"qk_norm": False}, 1.0),
+        ({"qk_norm": False, "rope_theta": 100.0, "rope_scaling": LLAMA3}, 1.0),
+    ],
+)
+def test_packed_rows_agree_with_a_plain_decoder(changes: dict[str, Any], temperature: float) -> None:
+    model = dataclasses.replace(MODEL, **changes)
     step, state = build(trainer_config(temperature=temperature), model=model)
     items = samples(12, seed=3, longest=14)
     batch = packed(items)
