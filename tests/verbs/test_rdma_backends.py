@@ -4,90 +4,134 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxrl_sync.transfer.verbs.devices import Choice, scan
-from jaxrl_sync.transfer.verbs.endpoint import Endpoint
-from jaxrl_sync.transfer.verbs.errors import CompletionError, VerbsError
+from jaxrl_sync.transfer.memory import PrivateMemory
+from jaxrl_sync.transfer.verbs.endpoint import Endpoint, Memory, touched
+from jaxrl_sync.transfer.verbs.errors import CompletionError, PeerUnreachable, VerbsError
+from jaxrl_sync.transfer.verbs.handshake import Remote, remote_of
 from jaxrl_sync.transfer.verbs.native import backend
-from jaxrl_sync.transfer.verbs.settings import VerbsSettings
+from tests.verbs.soft import DEVICES, LONG_S, end_on, nothing, pyverbs_here, rows, soft_devices
 
-DEBIAN = "/usr/lib/python3/dist-packages"
-CHUNK, RING = 65536, 4
 PAIRINGS = list(itertools.product(["native", "pyverbs"], repeat=2))
+NBYTES = 1 << 20
 
 
 @pytest.fixture
 def devices() -> None:
-    """Skip without devices or pyverbs; Debian's bindings serve virtual environments of the same Python."""
-    if not {"rxe0", "rxe1"} <= {port.device for port in scan()}:
-        pytest.skip("needs the RDMA devices rxe0 and rxe1 of tests/vm/run")
-    if importlib.util.find_spec("pyverbs") is None:
-        sys.path.append(DEBIAN)
-    if sys.version_info[:2] != (3, 11) or importlib.util.find_spec("pyverbs") is None:
-        pytest.skip("needs python3-pyverbs for this Python")
+    """Skip without devices or pyverbs."""
+    soft_devices()
+    pyverbs_here()
 
 
-def end(device: str, kind: Any) -> Endpoint:
-    settings = VerbsSettings(choice=Choice(include=(device,)), backend=kind)
-    return Endpoint(settings, f"the peer of {device}", CHUNK, RING, 2)
+def connected(left: str, right: str, **options: Any) -> tuple[Endpoint, Endpoint]:
+    a, b = end_on(DEVICES[0], backend=left, **options), end_on(DEVICES[1], backend=right, **options)
+    a.connect(b.describe())
+    b.connect(a.describe())
+    return a, b
 
 
-def nothing() -> None:
-    """No link to watch."""
+def target(end: Endpoint, nbytes: int = NBYTES) -> tuple[Memory, Remote]:
+    """Memory that a peer may write, and its description as the peer reads it."""
+    memory = end.register(touched(nbytes), remote_write=True)
+    return memory, remote_of(memory.describe(), len(end.rails), "target")
+
+
+def immediates(end: Endpoint, count: int, deadline: float) -> list[int]:
+    """The next immediates that arrive; our own completions pass by."""
+    found: list[int] = []
+    while len(found) < count:
+        records = end.events(deadline, nothing, "waiting for an immediate")
+        found += records["imm"][records["receive"] == 1].tolist()
+    return found
 
 
 @pytest.mark.rdma
 @pytest.mark.parametrize(("left", "right"), PAIRINGS)
 def test_every_pairing_moves_bytes_both_ways(devices: None, left: str, right: str) -> None:
-    a, b = end("rxe0", left), end("rxe1", right)
+    """Writes in parts of regions over two queue pairs, an immediate behind each."""
+    a, b = connected(left, right, max_region_bytes=65536)
     try:
-        a.connect(b.describe())
-        b.connect(a.describe())
         rng = np.random.default_rng(1)
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + LONG_S
         for sender, receiver in ((a, b), (b, a)):
-            for index in range(2 * RING):
-                data = rng.integers(0, 256, int(rng.integers(1, CHUNK)), dtype=np.uint8).tobytes()
-                sender.chunk(index, len(data))[:] = data
-                sender.write_chunk(index, len(data), 0x5A000000 | index, deadline)
-                records = await_receive(receiver, deadline)
-                assert [int(i) for i in records["imm"]] == [0x5A000000 | index]
-                assert bytes(receiver.chunk(index, len(data))) == data
-                receiver.say(index, index, deadline)
-                assert [int(i) for i in await_receive(sender, deadline)["imm"]] == [index]
+            into, remote = target(receiver)
+            source = sender.register(touched(NBYTES), remote_write=False)
+            source.buffer[:] = rng.integers(0, 256, NBYTES, dtype=np.uint8).tobytes()
+            for number in range(6):
+                at, to, n = (int(v) for v in rng.integers(1, NBYTES // 2, 3))
+                lane = sender.lanes[number % 2]
+                sender.write(lane, source, rows((at, to, n)), remote, deadline, imm=0x5A000000 | number)
+                assert immediates(receiver, 1, deadline) == [0x5A000000 | number]
+                assert into.buffer[to : to + n] == source.buffer[at : at + n]
     finally:
         a.close()
         b.close()
-
-
-def await_receive(endpoint: Endpoint, deadline: float) -> Any:
-    """The next records of receives; our own completions pass by."""
-    while True:
-        found = endpoint.events(deadline, nothing, "waiting")
-        found = found[found["receive"] == 1].copy()
-        if len(found):
-            return found
 
 
 @pytest.mark.rdma
 def test_pyverbs_names_a_failure_too(devices: None) -> None:
-    a, b = end("rxe0", "pyverbs"), end("rxe1", "native")
+    a, b = connected("pyverbs", "native")
     try:
-        described = b.describe()
-        a.connect({**described, "rkey": described["rkey"] ^ 0x55})
-        b.connect(a.describe())
-        a.write_chunk(0, 100, 1, time.monotonic() + 60)
+        _, remote = target(b)
+        source = a.register(touched(4096), remote_write=False)
+        wrong = Remote(remote.address, remote.nbytes, remote.part_bytes, ((remote.rkeys[0][0] ^ 0x55,),))
+        a.write(a.lanes[0], source, rows((0, 0, 100)), wrong, time.monotonic() + LONG_S)
         with pytest.raises(CompletionError, match="RDMA WRITE 1 on queue pair .* to the peer of rxe0 failed"):
-            a.events(time.monotonic() + 60, nothing, "waiting")
+            a.events(time.monotonic() + LONG_S, nothing, "waiting")
     finally:
         a.close()
         b.close()
+
+
+@pytest.fixture
+def native_pair() -> Iterator[tuple[Endpoint, Endpoint]]:
+    soft_devices()
+    a, b = connected("native", "native")
+    yield a, b
+    a.close()
+    b.close()
+
+
+@pytest.mark.rdma
+def test_memory_that_was_closed_is_refused_by_the_device(native_pair: tuple[Endpoint, Endpoint]) -> None:
+    """The key of a slot whose memory was closed: one clear error, not a byte written."""
+    a, b = native_pair
+    memory = PrivateMemory(8192)
+    device = b.rails[0].device
+    assert device is not None
+    registered = device.register_slot(memory, 1 << 40)
+    described = {"address": registered.address, "nbytes": 8192, "rails": [registered.describe()]}
+    remote = remote_of(described, 1, "slot")
+    source = a.register(touched(4096), remote_write=False)
+    a.write(a.lanes[0], source, rows((0, 5, 100)), remote, time.monotonic() + LONG_S)
+    a.events(time.monotonic() + LONG_S, nothing, "writing")
+    memory.close()
+    a.write(a.lanes[0], source, rows((0, 5, 100)), remote, time.monotonic() + LONG_S)
+    with pytest.raises(CompletionError, match="the peer closed or replaced that memory"):
+        a.events(time.monotonic() + LONG_S, nothing, "writing")
+
+
+@pytest.mark.rdma
+def test_a_peer_that_closed_is_unreachable_within_the_bound(native_pair: tuple[Endpoint, Endpoint]) -> None:
+    """Nothing is on its way when the peer's queue pairs go: the probe finds out; with writes, they do."""
+    a, b = native_pair
+    _, remote = target(b)
+    source = a.register(touched(4096), remote_write=False)
+    b.close()
+    started = time.monotonic()
+    with pytest.raises(PeerUnreachable, match="to the peer of rxe0 failed: .*retry"):
+        while True:
+            a.events(started + LONG_S, nothing, "waiting")
+    assert time.monotonic() - started < LONG_S / 4
+    with pytest.raises((CompletionError, VerbsError)):
+        a.write(a.lanes[0], source, rows((0, 0, 100)), remote, time.monotonic() + LONG_S)
+        a.events(time.monotonic() + LONG_S, nothing, "writing")
 
 
 def test_missing_pyverbs_says_what_to_do() -> None:

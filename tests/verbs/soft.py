@@ -1,0 +1,54 @@
+"""Helpers for tests on the two soft-RoCE devices of tests/vm/run."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from jaxrl_sync.transfer.verbs.devices import Choice, scan
+from jaxrl_sync.transfer.verbs.endpoint import Endpoint
+from jaxrl_sync.transfer.verbs.settings import VerbsSettings
+
+DEVICES = ("rxe0", "rxe1")
+LONG_S = 120.0  # in an emulated guest on a busy machine
+DEBIAN = "/usr/lib/python3/dist-packages"
+
+
+def soft_devices() -> None:
+    """Skip where the two devices aren't."""
+    names = {port.device for port in scan()}
+    if not set(DEVICES) <= names:
+        pytest.skip(f"needs the RDMA devices rxe0 and rxe1 of tests/vm/run, found {sorted(names)}")
+
+
+def pyverbs_here() -> None:
+    """Debian's bindings serve virtual environments of the same Python; skip where there are none."""
+    if importlib.util.find_spec("pyverbs") is None:
+        sys.path.append(DEBIAN)
+    if sys.version_info[:2] != (3, 11) or importlib.util.find_spec("pyverbs") is None:
+        pytest.skip("needs python3-pyverbs for this Python")
+
+
+def settings_for(*devices: str, **options: Any) -> VerbsSettings:
+    """Settings that name the devices in order, one rail each."""
+    return VerbsSettings(choice=Choice(include=devices), rails=len(devices), **options)
+
+
+def end_on(*devices: str, pairs: int = 2, sends: int = 64, receives: int = 8, **options: Any) -> Endpoint:
+    """An endpoint on one or more devices."""
+    settings = settings_for(*devices, **options)
+    return Endpoint(settings, f"the peer of {'+'.join(devices)}", pairs=pairs, sends=sends, receives=receives)
+
+
+def nothing() -> None:
+    """No link to watch."""
+
+
+def rows(*entries: tuple[int, int, int]) -> npt.NDArray[np.uint64]:
+    """Entries of a write: (local offset, remote offset, bytes)."""
+    return np.array(entries, np.uint64).reshape(-1, 3)
