@@ -127,6 +127,7 @@ class CompletionQueue:
     depth: int
     reserved: int
     polled: int
+    errors: int
     strays: int
     def __new__(cls, context: Context, depth: int) -> Self: ...
     @property

@@ -128,6 +128,7 @@ static int take(cq_object *self, record *out, int room)
             qp_object *qp = by_number(self, wcs[i].qp_num);
             if (qp && qp_account(qp, &wcs[i], &out[kept])) {
                 kept++;
+                self->errors += wcs[i].status != VB_WC_SUCCESS;
                 self->by_status[out[kept - 1].status < VB_WC_STATUS_COUNT ? wcs[i].status : VB_WC_GENERAL_ERR]++;
             } else {
                 self->strays++;
@@ -358,6 +359,7 @@ static PyMemberDef members[] = {
     {"depth", T_LONGLONG, offsetof(cq_object, depth), READONLY, "entries granted"},
     {"reserved", T_LONGLONG, offsetof(cq_object, reserved), READONLY, "entries that queue pairs may need"},
     {"polled", T_ULONGLONG, offsetof(cq_object, polled), READONLY, "completions taken from the device"},
+    {"errors", T_ULONGLONG, offsetof(cq_object, errors), READONLY, "those without success, flushes too"},
     {"strays", T_ULONGLONG, offsetof(cq_object, strays), READONLY, "completions of nothing in flight, dropped"},
     {NULL, 0, 0, 0, NULL},
 };

@@ -71,7 +71,7 @@ typedef struct {
     size_t qp_count, qp_room;
     record *backlog; /* taken from the device while waiting or draining, not yet seen by Python */
     size_t first, held, backlog_room;
-    uint64_t polled, strays, by_status[VB_WC_STATUS_COUNT];
+    uint64_t polled, strays, errors, by_status[VB_WC_STATUS_COUNT];
 } cq_object;
 
 typedef struct {

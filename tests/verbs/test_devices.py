@@ -35,10 +35,10 @@ def make(
     port = root / "ib" / device / "ports" / "1"
     for folder in ("gids", "gid_attrs/types", "gid_attrs/ndevs"):
         (port / folder).mkdir(parents=True)
-    folder = root / "devices" / (pci or f"platform/{device}")
-    folder.mkdir(parents=True, exist_ok=True)
-    (port.parents[1] / "device").symlink_to(folder)
-    (folder / "numa_node").write_text(f"{numa}\n")
+    place = root / "devices" / (pci or f"platform/{device}")
+    place.mkdir(parents=True, exist_ok=True)
+    (port.parents[1] / "device").symlink_to(place)
+    (place / "numa_node").write_text(f"{numa}\n")
     (port / "pkeys").mkdir()
     for index, key in enumerate(pkeys):
         (port / "pkeys" / str(index)).write_text(key + "\n")
@@ -189,15 +189,15 @@ def test_rails_are_different_ports_and_face_each_other(tmp_path: Path) -> None:
     make(tmp_path, "d", GOOD, state="1: DOWN")
     found = ports(tmp_path)
 
-    def names(count: int, **wishes: tuple[str, ...]) -> list[str]:
-        return [chosen.port.name for chosen in rails(found, Choice(**wishes), count)]
+    def names(count: int, include: tuple[str, ...] = ()) -> list[str]:
+        return [chosen.port.name for chosen in rails(found, Choice(include), count)]
 
     assert names(1) == ["b:1"] and names(2) == ["b:1", "c:1"] and names(3) == ["a:1", "b:1", "c:1"]
-    assert names(2, include=("c", "a:1")) == ["c:1", "a:1"], "as named"
+    assert names(2, ("c", "a:1")) == ["c:1", "a:1"], "as named"
     with pytest.raises(VerbsError, match="4 rails are wanted, usable ports are b:1, c:1, a:1"):
         names(4)
     with pytest.raises(VerbsError, match="d:1: DOWN"):
-        names(2, include=("a", "d"))
+        names(2, ("a", "d"))
 
 
 def test_counters_of_a_port(tmp_path: Path) -> None:

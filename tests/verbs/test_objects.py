@@ -223,7 +223,7 @@ def test_ece_options_are_negotiated_where_both_have_them(fake: Fake) -> None:
     with pair() as (left, right):
         a, b = left.qps[0], right.qps[0]
         offered = a.query_ece()
-        assert offered == (0x15B3, 7, 0)
+        assert offered is not None and offered == (0x15B3, 7, 0)
         assert b.set_ece(0x15B3, 5, 0) and b.query_ece() == (0x15B3, 5, 0)
         assert not b.set_ece(0xABC, 1, 0), "another vendor's options"
         fake.knobs.without_ece = 1

@@ -102,7 +102,11 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Print it; 3 if there is no port to use."""
+    """Print it; 3 if there is no port to use. ``bench`` measures instead."""
+    if words[:1] == ["bench"]:
+        from jaxrl_sync.transfer.bench.cli import main as bench_main
+
+        return bench_main(words[1:])
     parser = argparse.ArgumentParser(prog="jaxrl-sync verbs", description=__doc__, allow_abbrev=False)
     parser.add_argument("--device", action="append", default=[], help="only this: mlx5_0, mlx5_0:1, mlx5*")
     parser.add_argument("--exclude", action="append", default=[], help="not this")

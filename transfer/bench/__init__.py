@@ -1,0 +1,1 @@
+"""``jaxrl-sync verbs bench``: bandwidth and latency between two processes, with what arrived compared."""
