@@ -61,9 +61,13 @@ def to_verbs(config: RunConfig) -> VerbsSettings:
     gid_index = None if v.gid_index < 0 else v.gid_index
     return VerbsSettings(
         choice=Choice(include=v.devices, exclude=v.exclude, gid_index=gid_index),
+        rails=v.rails,
         chunk_bytes=v.chunk_bytes,
         ring=v.ring,
         queue_pairs=v.queue_pairs,
+        placement=v.placement,
+        min_run_bytes=v.min_run_bytes,
+        mtu=v.mtu,
         timeout=v.timeout,
         retries=v.retries,
         traffic_class=v.traffic_class,

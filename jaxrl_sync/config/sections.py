@@ -320,15 +320,24 @@ class VerbsTable(Section):
     devices: Names = ()
     """Only these, as ``mlx5_0``, ``mlx5_0:1`` or ``mlx5*``; empty: any with an active port."""
     exclude: Names = ()
+    rails: Annotated[int, Field(ge=1, le=16)] = 1
+    """Ports per edge, in the order of ``devices`` where that names them; both sides need as many."""
     gid_index: Annotated[int, Field(ge=-1, le=255)] = -1
     """-1: the best routable one."""
     chunk_bytes: Annotated[int, Field(ge=4096, le=64 << 20)] = 1 << 20
     ring: Annotated[int, Field(ge=2, le=1024)] = 16
     """Chunks of registered memory per edge and side."""
     queue_pairs: Annotated[int, Field(ge=1, le=64)] = 2
+    """Per rail."""
+    placement: Literal["auto", "placed", "staged"] = "auto"
+    """placed: written to the final place in the slot; staged: through the ring; auto: by the runs' length."""
+    min_run_bytes: Annotated[int, Field(ge=1, le=1 << 40)] = 64 << 10
+    """Mean contiguous run from which on ``auto`` places."""
     timeout: Annotated[int, Field(ge=1, le=31)] = 14
     """4.096 us * 2^timeout per attempt."""
     retries: Annotated[int, Field(ge=0, le=7)] = 6
+    mtu: Literal[0, 256, 512, 1024, 2048, 4096] = 0
+    """0: the smaller one of both ports."""
     traffic_class: Annotated[int, Field(ge=0, le=255)] = 0
     backend: Literal["native", "pyverbs"] = "native"
     """The C extension, or rdma-core's Python bindings (slower; on Debian for the system's Python)."""
