@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxrl_sync.inference.errors import EngineError
 from jaxrl_sync.inference.openai_types import ApiError
@@ -22,9 +21,6 @@ log = logging.getLogger("jaxrl_sync.inference.server")
 
 MAX_BODY_BYTES = 8 << 20
 BODY_DEADLINE_S = 30.0
-HEADER_DEADLINE_S = 20.0
-SEND_DEADLINE_S = 60.0
-KEEP_ALIVE_S = 75.0
 _MAX_LOGGED_PEERS = 1024
 
 
@@ -75,47 +71,6 @@ class BearerAuth:
         if peer not in self._logged and len(self._logged) < _MAX_LOGGED_PEERS:
             self._logged.add(peer)
             log.warning("refused %s from %s: missing or wrong run token (logged once)", scope["path"], peer)
-
-
-class ImpatientProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1 protocol with two deadlines that it lacks: for a request's headers, and for a
-    reader that lets its answer stand. Both end the connection at once, unsent bytes included."""
-
-    _stalled: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._headers_due = self.loop.call_later(HEADER_DEADLINE_S, self._end_idle)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._headers_due.cancel()
-        self._reading_again()
-        super().connection_lost(exc)
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._headers_due.cancel()
-        self._headers_due = self.loop.call_later(HEADER_DEADLINE_S + KEEP_ALIVE_S, self._end_idle)
-
-    def pause_writing(self) -> None:
-        """The transport's buffer is full: from now on the reader is on the clock."""
-        super().pause_writing()
-        self._stalled = self.loop.call_later(SEND_DEADLINE_S, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        """The reader took enough of it."""
-        self._reading_again()
-        super().resume_writing()
-
-    def _reading_again(self) -> None:
-        if self._stalled is not None:
-            self._stalled.cancel()
-            self._stalled = None
-
-    def _end_idle(self) -> None:
-        busy = self.cycle is not None and not self.cycle.response_complete
-        if not busy:
-            self.transport.abort()
 
 
 class EventStream(Response):

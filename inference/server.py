@@ -31,11 +31,9 @@ from jaxrl_sync.inference.errors import NotServingError, RequestError
 from jaxrl_sync.inference.front import EngineFront
 from jaxrl_sync.inference.generation import ENGINE_GRACE_S, Generation, Job
 from jaxrl_sync.inference.http_shell import (
-    KEEP_ALIVE_S,
     BearerAuth,
     EventStream,
     HttpError,
-    ImpatientProtocol,
     answering,
     error_response,
     json_response,
@@ -46,6 +44,8 @@ from jaxrl_sync.inference.openai_api import OpenAIModel
 from jaxrl_sync.inference.openai_format import event_stream, whole_answer
 from jaxrl_sync.inference.request import PauseMode, Request
 from jaxrl_sync.sharding.errors import UserError
+from jaxrl_sync.transfer import wire
+from jaxrl_sync.transfer.impatient import KEEP_ALIVE_S, ImpatientProtocol
 from jaxrl_sync.transfer.version import Version
 
 log = logging.getLogger("jaxrl_sync.inference.server")
@@ -157,21 +157,9 @@ class EngineServer:
 def listen(host: str, port: int) -> socket.socket:
     """A listening TCP socket. Raises PortInUseError, in one line, when the address can't be had."""
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, proto)
+        return wire.listen(host, port, backlog=1024)
     except OSError as error:
         raise PortInUseError(f"can't listen on {host}:{port}: {error.strerror or error}") from None
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(1024)
-        listener.setblocking(False)
-    except OSError as error:
-        listener.close()
-        raise PortInUseError(f"can't listen on {host}:{port}: {error.strerror or error}") from None
-    return listener
 
 
 class _Calls:

@@ -143,6 +143,20 @@ class Connection:
                 recv_exact_into(self.sock, view.cast("B"), deadline, self.peer)
         return header
 
+    def send_header(self, header: dict[str, Any], payload_bytes: int, timeout_s: float) -> None:
+        """The start of a message whose payload the caller writes to ``sock``. PeerLost, DeadlineError."""
+        text = json.dumps(header, separators=(",", ":")).encode()
+        prefix = _PREFIX.pack(_MAGIC, len(text), payload_bytes)
+        with self._send_lock:
+            self._check_open()
+            send_all(self.sock, [prefix + text], time.monotonic() + timeout_s, self.peer)
+
+    def recv_header(self, timeout_s: float) -> tuple[dict[str, Any], int]:
+        """The start of a message whose payload of so many bytes the caller reads from ``sock`` itself."""
+        with self._recv_lock:
+            self._check_open()
+            return self._recv_header(time.monotonic() + timeout_s)
+
     def wait_readable(self, timeout_s: float) -> bool:
         """Whether a message (or the end of the stream) is there within ``timeout_s``; 0 only looks."""
         try:
@@ -198,14 +212,16 @@ class Connection:
 
 def listen(host: str, port: int = 0, backlog: int = 64) -> socket.socket:
     """A listening TCP socket, without delay, on ``host`` (loopback unless the caller was told otherwise)."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    # ``localhost`` is often both; addresses of listeners are handed out as host:port
+    family, kind, proto, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    sock = socket.socket(family, kind, proto)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Accepted sockets inherit it. An HTTP answer goes out in two writes; without this each waits 40 ms
         # for a delayed acknowledgement (asyncio sets it by itself only where it made the socket).
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.bind((host, port))
+        sock.bind(address)
         sock.listen(backlog)
     except OSError:
         sock.close()

@@ -24,6 +24,7 @@ from jaxrl_sync.inference.openai_api import OpenAIModel
 from jaxrl_sync.inference.request import PauseMode
 from jaxrl_sync.inference.server import EngineServer, PortInUseError, ServerConfig
 from jaxrl_sync.inference.tokenizer import CharTokenizer
+from jaxrl_sync.transfer import impatient
 from jaxrl_sync.transfer.version import Version
 
 from .engine_helpers import engine_weights, make_engine, tp_mesh
@@ -331,8 +332,8 @@ def test_a_client_that_goes_away_frees_the_engine(
 def test_slow_headers_are_cut_off(
     server: EngineServer, monkeypatch: pytest.MonkeyPatch, beginning: bytes
 ) -> None:
-    monkeypatch.setattr(http_shell, "HEADER_DEADLINE_S", 0.2)
-    monkeypatch.setattr(http_shell, "KEEP_ALIVE_S", 0.2)
+    monkeypatch.setattr(impatient, "HEADERS_DEADLINE_S", 0.2)
+    monkeypatch.setattr(impatient, "KEEP_ALIVE_S", 0.2)
     sock = raw(server, beginning)
     begun = time.monotonic()
     while sock.recv(4096):
@@ -353,7 +354,7 @@ def test_slow_body_is_408(server: EngineServer, monkeypatch: pytest.MonkeyPatch)
 def test_reader_that_lets_its_answers_stand_is_cut_off(
     server: EngineServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_shell, "SEND_DEADLINE_S", 0.3)
+    monkeypatch.setattr(impatient, "SEND_DEADLINE_S", 0.3)
     call = f"GET /stats HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
     host, port = server.url.removeprefix("http://").split(":")
     with socket.socket() as sock:

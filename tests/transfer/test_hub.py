@@ -220,7 +220,7 @@ def test_bad_and_oversized_bodies_are_refused_and_the_hub_lives(hub: ServerThrea
 def test_a_client_that_never_finishes_its_headers_is_cut_off(
     token_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jaxrl_sync.transfer.hub.server.HEADERS_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("jaxrl_sync.transfer.impatient.HEADERS_DEADLINE_S", 0.3)
     hub = ServerThread(token_file)
     try:
         host, port = hub.url.removeprefix("http://").split(":")

@@ -26,51 +26,24 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxrl_sync.transfer import auth, wire
 from jaxrl_sync.transfer.errors import ResourceError
 from jaxrl_sync.transfer.hub import machine
 from jaxrl_sync.transfer.hub.state import HubState, MemberKey, version_of
+from jaxrl_sync.transfer.impatient import KEEP_ALIVE_S, ImpatientProtocol
 
 MAX_BODY_BYTES = 4 << 20
 MAX_BLOB_BYTES = 256 << 20
 MAX_BLOBS_BYTES = 1 << 30
 MAX_POLL_S = 30.0
 BODY_TIMEOUT_S = 20.0
-HEADERS_TIMEOUT_S = 20.0
-KEEP_ALIVE_S = 75
 TICK_S = 0.5
 MAX_WORLD = 1 << 16
 _MAX_NUMBER = 1e18
 _HTTP = {"unknown_member": 409, "replaced": 409, "regress": 409, "unknown_round": 410, "round_over": 410}
 
 logger = logging.getLogger("jaxrl_sync.hub")
-
-
-class ImpatientProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1, but a connection that doesn't finish a request's headers in time is closed."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Give the first request its time."""
-        super().connection_made(transport)
-        self._due = self.loop.call_later(HEADERS_TIMEOUT_S, self._close_idle)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is due any more."""
-        self._due.cancel()
-        super().connection_lost(exc)
-
-    def on_response_complete(self) -> None:
-        """Give the next request its time, on top of the time that a connection may idle."""
-        super().on_response_complete()
-        self._due.cancel()
-        self._due = self.loop.call_later(HEADERS_TIMEOUT_S + KEEP_ALIVE_S, self._close_idle)
-
-    def _close_idle(self) -> None:
-        answering = self.cycle is not None and not self.cycle.response_complete
-        if not answering and not self.transport.is_closing():
-            self.transport.close()
 
 
 class Hub:
@@ -398,7 +371,7 @@ async def _serve(
         access_log=False,
         limit_concurrency=2048,
         http=ImpatientProtocol,
-        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_keep_alive=int(KEEP_ALIVE_S),
         timeout_graceful_shutdown=1,
         lifespan="on",
     )
