@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +34,7 @@ from jaxrl_sync.inference.runner import Runner, target_tree
 from jaxrl_sync.inference.server import EngineServer, ServerConfig
 from jaxrl_sync.inference.tokenizer import load_tokenizer
 from jaxrl_sync.inference.updater import Record, Shadow, SwapPolicy, Updater
+from jaxrl_sync.inference.world import join_world
 from jaxrl_sync.sharding.presets import qwen3
 from jaxrl_sync.sharding.presets.quantized import quantized_convert
 from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig
@@ -128,15 +128,7 @@ def _world(spec: Spec) -> Any:
         return
     if spec.coordinator is None:
         raise EngineError(f"{spec.name} rank {rank} of {size}: expected a coordinator address, found none")
-    # jax's preemption notifier would take SIGTERM away from the handlers of this process.
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    jax.distributed.initialize(
-        spec.coordinator, size, rank, initialization_timeout=int(WORLD_TIMEOUT_S), shutdown_timeout_seconds=20
-    )
-    for number, handler in handlers.items():
-        if callable(handler):
-            signal.signal(number, handler)
-    jax.devices()  # the first use of the backend is collective: all ranks make it here
+    join_world(spec.coordinator, size, rank, timeout_s=WORLD_TIMEOUT_S, shutdown_s=20)
     yield
     jax.distributed.shutdown()
 

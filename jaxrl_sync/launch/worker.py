@@ -172,10 +172,18 @@ def last_line(path: Path, tail_bytes: int = 65536) -> str:
         with path.open("rb") as log:
             log.seek(0, os.SEEK_END)
             log.seek(max(0, log.tell() - tail_bytes))
-            lines = [x.strip() for x in log.read().decode("utf8", "replace").splitlines() if x.strip()]
+            return error_line(log.read().decode("utf8", "replace"))
     except FileNotFoundError:
         return ""
-    errors = [x for x in lines if x.startswith(ERROR_PREFIX)]
+
+
+def error_line(text: str) -> str:
+    """The last line of a process's output that names its error, else its last line that isn't empty.
+
+    Libraries may still write when the process has said why it ends.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith(ERROR_PREFIX)]
     return (errors or lines or [""])[-1]
 
 

@@ -7,12 +7,12 @@ The one module that touches jax's private coordination client. Agreement goes th
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
+from jaxrl_sync.inference.world import join_world
 from jaxrl_sync.sharding.errors import UserError
 
 _PREFIX = "jaxrl_sync/round"
@@ -38,23 +38,10 @@ class World:
             return
         if coordinator is None:
             raise WorldError(f"trainer rank {rank} of {size}: expected a coordinator address, found none")
-        # jax's preemption notifier would take SIGTERM away from the handlers of this process.
-        handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
-        jax.distributed.initialize(
-            coordinator,
-            num_processes=size,
-            process_id=rank,
-            initialization_timeout=int(timeout_s),
-            heartbeat_timeout_seconds=30,
-            shutdown_timeout_seconds=30,
-        )
-        for number, handler in handlers.items():
-            if callable(handler):
-                signal.signal(number, handler)
+        join_world(coordinator, size, rank, timeout_s=timeout_s, shutdown_s=30, heartbeat_s=30)
         from jax._src import distributed
 
         self._client = distributed.global_state.client
-        jax.devices()  # the first use of the backend is collective: all ranks make it here
 
     def say(self, word: Mapping[str, Any]) -> None:
         """Speak in the next round without waiting for the others: the last word of a rank that leaves."""

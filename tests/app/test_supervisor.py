@@ -15,7 +15,7 @@ import pytest
 from jaxrl_sync.launch import sweep
 from jaxrl_sync.launch.environment import RUN_MARK
 from jaxrl_sync.launch.supervisor import Outcome, Supervisor
-from jaxrl_sync.launch.worker import Worker, WorkerSpec
+from jaxrl_sync.launch.worker import Worker, WorkerSpec, error_line
 from tests.app.children import WAIT, Notes, run_of, settings, worker
 
 DONE = "announce()\nprogress(1)\ntime.sleep(0.3)\nsys.exit(0)\n"
@@ -29,6 +29,14 @@ def supervise(run_dir: Path, specs: list[WorkerSpec], shm_prefix: str = "", **ch
 
 def events(run_dir: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+
+
+def test_the_error_line_of_a_process_is_its_own_last_word_and_not_a_librarys() -> None:
+    said = (
+        "starts\njaxrl-sync: error: first\njaxrl-sync: error: why\nE0000 manager.cc:159] Failed to cancel\n\n"
+    )
+    assert error_line(said) == "jaxrl-sync: error: why"
+    assert error_line("Traceback\nKeyError: 3\n") == "KeyError: 3" and error_line("\n") == ""
 
 
 def test_a_run_ends_well_when_the_orchestrator_is_done(tmp_path: Path) -> None:

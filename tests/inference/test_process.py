@@ -27,6 +27,7 @@ from jaxrl_sync.inference.config import EngineConfig
 from jaxrl_sync.inference.engine import Engine
 from jaxrl_sync.inference.process import engine_convert
 from jaxrl_sync.inference.runner import target_tree
+from jaxrl_sync.launch.worker import error_line
 from jaxrl_sync.transfer import Publisher, PublisherConfig, auth, clean
 from jaxrl_sync.transfer.hub.client import HubClient
 from jaxrl_sync.transfer.version import Version
@@ -62,10 +63,9 @@ class Child:
         raise AssertionError(f"not announced within {timeout_s} s")
 
     def end(self, timeout_s: float) -> tuple[int, str]:
-        """Exit code and the last line of stderr."""
+        """Exit code and the child's last error line; libraries may write after it."""
         _, stderr = self.process.communicate(timeout=timeout_s)
-        lines = stderr.strip().splitlines()
-        return self.process.returncode, lines[-1] if lines else ""
+        return self.process.returncode, error_line(stderr)
 
 
 class World:
