@@ -105,17 +105,19 @@ def pack(samples: Sequence[Sample], config: PackConfig) -> PackedBatch:
     """Packs samples into ``config``'s rows; raises ``PackError`` for no samples or an overlong one.
 
     Segment ids count from 1 in each row, 0 is padding; positions restart at 0 in every segment. The number
-    of micro-batches is the same for every rank.
+    of micro-batches is the same for every rank. Extras of the samples become fields under their own names,
+    [data_ranks, micro, rows, S, ...]; all samples must have the same ones.
     """
     if not samples:
         raise PackError("no samples to pack, expected at least one")
+    extras = _extra_kinds(samples)
     kept = [_fit(s, config) for s in samples]
     bins = _first_fit([len(s) for s in kept], config.seq_len)
     per_micro = config.data_ranks * config.rows
     micro_batches = max(config.min_micro_batches, -(-len(bins) // per_micro))
     bins = _spread(bins, [len(s) for s in kept], micro_batches * per_micro)
     placements = _deal(bins, [len(s) for s in kept], config, micro_batches)
-    fields = _write(kept, placements, config, micro_batches)
+    fields = _write(kept, placements, config, micro_batches, extras)
     lost = [len(s) - len(k) for s, k in zip(samples, kept, strict=True)]
     return PackedBatch(
         config=config,
@@ -129,14 +131,31 @@ def pack(samples: Sequence[Sample], config: PackConfig) -> PackedBatch:
 
 
 def unpack(fields: Mapping[str, npt.NDArray[Any]]) -> list[Fields]:
-    """The segments of packed fields [..., S], each a dictionary of [T] arrays, in row order."""
-    rows = {name: array.reshape(-1, array.shape[-1]) for name, array in fields.items()}
+    """The segments of packed fields [..., S], each a dictionary of [T] arrays, in row order.
+
+    Extras [..., S, ...] come back as [T, ...].
+    """
+    at = fields["segments"].ndim - 1
+    rows = {name: array.reshape(-1, *array.shape[at:]) for name, array in fields.items()}
     out: list[Fields] = []
     for r, segments in enumerate(rows["segments"]):
         for segment in range(1, int(segments.max(initial=0)) + 1):
             where = segments == segment
             out.append({name: array[r][where] for name, array in rows.items()})
     return out
+
+
+def _extra_kinds(samples: Sequence[Sample]) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+    """Name -> dtype and shape per token of the samples' extras; ``PackError`` unless they all agree."""
+    kinds = {name: (values.dtype, values.shape[1:]) for name, values in samples[0].extras.items()}
+    for sample in samples:
+        found = {name: (values.dtype, values.shape[1:]) for name, values in sample.extras.items()}
+        if found != kinds:
+            raise PackError(f"sample {sample.uid!r} has extras {found}, expected {kinds} as the others")
+    taken = sorted(kinds.keys() & FIELDS.keys())
+    if taken:
+        raise PackError(f"extras {taken[0]!r} has the name of a field, expected another one")
+    return kinds
 
 
 def _fit(sample: Sample, config: PackConfig) -> Sample:
@@ -207,10 +226,15 @@ def _deal(
 
 
 def _write(
-    samples: Sequence[Sample], placements: Sequence[Placement], config: PackConfig, micro_batches: int
+    samples: Sequence[Sample],
+    placements: Sequence[Placement],
+    config: PackConfig,
+    micro_batches: int,
+    extras: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]],
 ) -> Fields:
     shape = (config.data_ranks, micro_batches, config.rows, config.seq_len)
     fields: Fields = {name: np.zeros(shape, dtype) for name, dtype in FIELDS.items()}
+    fields |= {name: np.zeros((*shape, *more), dtype) for name, (dtype, more) in extras.items()}
     for p in placements:
         sample = samples[p.sample]
         at = (p.data_rank, p.micro, p.row, slice(p.start, p.start + p.length))
@@ -221,4 +245,6 @@ def _write(
         fields["advantages"][at] = np.where(sample.loss_mask, sample.advantage, 0.0)
         fields["rollout_logprobs"][at] = np.where(sample.loss_mask, sample.logprobs, 0.0)
         fields["versions"][at] = sample.versions
+        for name in extras:
+            fields[name][at] = sample.extras[name]
     return fields

@@ -4,6 +4,10 @@ Arrays are read-only numpy copies with fixed dtypes (tokens and versions int32, 
 bool); every record checks its invariants at construction, so that a record that exists is a valid one.
 Tokens that the model did not sample (prompt and environment tokens) have loss mask False, log-prob 0 and
 the version of the model token before them (the dispatch version at the start of an episode).
+
+*Extras* are named per-token arrays ``[T, ...]`` that an engine recorded beside the log-probs (an entropy, the
+choices of a router). They stay with their tokens through everything that is done to these records; tokens
+that the model did not sample have zeros in them.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
 Int32s = npt.NDArray[np.int32]
 Float32s = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
+Extras = Mapping[str, npt.NDArray[Any]]
 
 
 class RolloutError(UserError, ValueError):
@@ -65,7 +70,8 @@ class Turn:
     """One engine request of an episode: what was appended to the context, then what the model sampled.
 
     ``prompt`` [P] are the task's tokens before this turn (the prompt on the first turn, the environment's
-    answer on later ones); ``tokens``, ``logprobs``, ``versions`` [T] are the model's, one entry per token.
+    answer on later ones); ``tokens``, ``logprobs``, ``versions`` [T] are the model's, one entry per token,
+    and so are the ``extras`` [T, ...].
     """
 
     prompt: Int32s
@@ -75,9 +81,11 @@ class Turn:
     finish_reason: str = "stop"
     engine: str = ""
     timing: Timing = Timing()
+    extras: Extras = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _freeze(self, {"prompt": np.int32, "tokens": np.int32, "logprobs": np.float32, "versions": np.int32})
+        _freeze_extras(self)
         _check_lengths(self, "tokens", ("logprobs", "versions"))
         _check_values(self)
         if self.finish_reason not in FINISH_REASONS:
@@ -85,13 +93,28 @@ class Turn:
                 f"finish_reason {self.finish_reason!r}, expected one of {', '.join(FINISH_REASONS)}"
             )
 
+    def followed_by(self, more: Turn) -> Turn:
+        """This turn and its continuation, after the engine was interrupted, as one turn."""
+        arrays: dict[str, Any] = {
+            name: np.concatenate([getattr(self, name), getattr(more, name)])
+            for name in ("tokens", "logprobs", "versions")
+        }
+        return dataclasses.replace(
+            self,
+            **arrays,
+            extras=_join_extras([(len(self.tokens), self.extras), (len(more.tokens), more.extras)]),
+            finish_reason=more.finish_reason,
+            timing=self.timing + more.timing,
+        )
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """One flat token sequence of a batch, prompt included; every array is [T].
 
     ``logprobs[t]`` is the log-prob of ``tokens[t]`` given the tokens before it, so position 0 has none and
-    is never trained. ``dispatch_version`` is the policy version when the group was opened.
+    is never trained. ``extras`` are [T, ...]. ``dispatch_version`` is the policy version when the group was
+    opened.
     """
 
     uid: str
@@ -107,10 +130,12 @@ class Sample:
     finish_reason: str = "stop"
     engine: str = ""
     timing: Timing = Timing()
+    extras: Extras = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         dtypes = {"tokens": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "versions": np.int32}
         _freeze(self, dtypes)
+        _freeze_extras(self)
         _check_lengths(self, "tokens", ("loss_mask", "logprobs", "versions"))
         _check_values(self)
         if not len(self.tokens):
@@ -130,6 +155,12 @@ class Sample:
         return len(self.tokens)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        arrays = (self.tokens, self.loss_mask, self.logprobs, self.versions, *self.extras.values())
+        return sum(a.nbytes for a in arrays)
+
+    @property
     def num_loss_tokens(self) -> int:
         """Number of tokens that the model sampled, which are the ones trained on."""
         return int(self.loss_mask.sum())
@@ -146,7 +177,8 @@ class Sample:
     def truncated(self, length: int) -> Sample:
         """The first ``length`` tokens as a sample with finish reason ``length``."""
         arrays = {k: getattr(self, k)[:length] for k in ("tokens", "loss_mask", "logprobs", "versions")}
-        return dataclasses.replace(self, **arrays, finish_reason="length")
+        extras = {name: values[:length] for name, values in self.extras.items()}
+        return dataclasses.replace(self, **arrays, extras=extras, finish_reason="length")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -218,6 +250,7 @@ class Episode:
             parts.append(_columns(turn.prompt, False, np.zeros(len(turn.prompt)), version))
             parts.append(_columns(turn.tokens, True, turn.logprobs, turn.versions))
             version = int(turn.versions[-1]) if len(turn.versions) else version
+        spans = [(n, x) for t in self.turns for n, x in ((len(t.prompt), None), (len(t.tokens), t.extras))]
         tokens, mask, logprobs, versions = (np.concatenate(c) for c in zip(*parts, strict=True))
         return Sample(
             uid=self.uid,
@@ -233,6 +266,7 @@ class Episode:
             finish_reason=self.finish_reason,
             engine=self.turns[-1].engine,
             timing=self.timing,
+            extras=_join_extras(spans),
         )
 
 
@@ -286,6 +320,50 @@ def _columns(
         np.broadcast_to(np.asarray(logprobs, np.float32), (n,)),
         np.broadcast_to(np.asarray(versions, np.int32), (n,)),
     )
+
+
+def _join_extras(spans: Sequence[tuple[int, Extras | None]]) -> Extras:
+    """Extras of consecutive stretches of tokens, (number of tokens, their extras), as those of all of them.
+
+    None stands for tokens that the model did not sample: zeros. Stretches without tokens don't count (an
+    empty array has no shape to go by); all others must have the same names.
+    """
+    sampled = [extras for n, extras in spans if n and extras is not None]
+    names = [sorted(extras) for extras in sampled]
+    if any(found != names[0] for found in names):
+        raise RolloutError(f"extras {names}, expected the same names for all tokens of an episode")
+    return {
+        name: _join_extra(name, spans, [x[name] for x in sampled]) for name in (names[0] if names else ())
+    }
+
+
+def _join_extra(
+    name: str, spans: Sequence[tuple[int, Extras | None]], known: Sequence[npt.NDArray[Any]]
+) -> npt.NDArray[Any]:
+    kinds = sorted({(values.dtype.name, values.shape[1:]) for values in known})
+    if len(kinds) > 1:
+        raise RolloutError(
+            f"extras {name!r} is {kinds}, expected one dtype and shape per token in an episode"
+        )
+    dtype, shape = kinds[0]
+    zeros = (np.zeros((n, *shape), dtype) for n, extras in spans if n and extras is None)
+    values = iter(known)
+    return np.concatenate([next(zeros) if extras is None else next(values) for n, extras in spans if n])
+
+
+def _freeze_extras(record: Any) -> None:
+    """Replaces ``extras`` by a read-only mapping of read-only copies; each has one entry per token."""
+    frozen: dict[str, npt.NDArray[Any]] = {}
+    for name, values in record.extras.items():
+        array = np.array(values)
+        if array.dtype.kind not in "biuf" or array.ndim < 1 or len(array) != len(record.tokens):
+            raise RolloutError(
+                f"extras {name!r} is {array.dtype.name} {array.shape}, expected numbers, one entry for each"
+                f" of {len(record.tokens)} tokens"
+            )
+        array.setflags(write=False)
+        frozen[name] = array
+    object.__setattr__(record, "extras", MappingProxyType(frozen))
 
 
 def _freeze(record: Any, dtypes: Mapping[str, Any]) -> None:

@@ -10,12 +10,22 @@ from jaxrl_sync.config.sections import RunConfig
 
 def check(config: RunConfig) -> None:
     """Raise for the first rule that ``config`` breaks."""
+    _check_task(config)
     _check_model(config)
     _check_trainer_mesh(config)
     _check_engine_mesh(config)
     _check_loss(config)
     _check_lengths(config)
     _check_files(config)
+
+
+def _check_task(config: RunConfig) -> None:
+    task = config.task
+    if not task.name and not task.mix:
+        raise ConfigError("task.name is missing: expected a task, or several as [[task.mix]]")
+    if task.mix and (task.name or task.args):
+        given = f"name={task.name!r}" if task.name else "args"
+        raise ConfigError(f"task.{given} beside [[task.mix]]: expected one task or a mix, not both")
 
 
 def _check_model(config: RunConfig) -> None:
@@ -37,7 +47,7 @@ def _check_trainer_mesh(config: RunConfig) -> None:
             f"{have} (trainer.processes={t.processes} x trainer.devices={t.devices})"
         )
     _divides("trainer.mesh.tp", t.mesh.tp, "model.num_heads", m.num_heads)
-    _divides("trainer.mesh.tp", t.mesh.tp, "model.num_kv_heads", m.num_kv_heads)
+    _shares_kv_heads("trainer.mesh.tp", t.mesh.tp, m.num_kv_heads)
     _divides("trainer.mesh.tp", t.mesh.tp, "model.d_ff", m.d_ff)
     _divides("trainer.mesh.tp", t.mesh.tp, "model.vocab_size", m.vocab_size)
     _divides("trainer.mesh.fsdp", t.mesh.fsdp, "model.d_model", m.d_model)
@@ -53,10 +63,12 @@ def _check_engine_mesh(config: RunConfig) -> None:
     _divides(what, tp, "engine.slots", e.slots)
     if not m.tied_embeddings:
         _divides(what, tp, "model.vocab_size", m.vocab_size)
-    if m.num_kv_heads % tp and tp % m.num_kv_heads:
-        raise ConfigError(
-            f"{what} = {tp} must divide or be a multiple of model.num_kv_heads={m.num_kv_heads}"
-        )
+    _shares_kv_heads(what, tp, m.num_kv_heads)
+
+
+def _shares_kv_heads(what: str, tp: int, heads: int) -> None:
+    if heads % tp and tp % heads:
+        raise ConfigError(f"{what} = {tp} must divide or be a multiple of model.num_kv_heads={heads}")
 
 
 def _divides(what: str, size: int, of: str, total: int) -> None:

@@ -10,7 +10,7 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -93,12 +93,21 @@ def _parse_value(text: str) -> Any:
 
 def _assign(data: dict[str, Any], dotted: str, value: Any) -> None:
     *parents, leaf = dotted.split(".")
-    node = data
+    node: Any = data
     for i, part in enumerate(parents):
-        node = node.setdefault(part, {})
-        if not isinstance(node, dict):
+        node = _entry(node, part, dotted) if isinstance(node, list) else node.setdefault(part, {})
+        if not isinstance(node, dict | list):
             raise ConfigError(f"override --{dotted}: {'.'.join(parents[: i + 1])} is a value, not a table")
+    if isinstance(node, list):
+        raise ConfigError(f"override --{dotted}: {'.'.join(parents)} is a list, not a table")
     node[leaf] = value
+
+
+def _entry(entries: list[Any], number: str, dotted: str) -> Any:
+    """One table of a list of tables, counted from 0: ``--task.mix.1.weight 3``."""
+    if not number.isdigit() or int(number) >= len(entries):
+        raise ConfigError(f"override --{dotted}: {number!r}, expected a number from 0 to {len(entries) - 1}")
+    return entries[int(number)]
 
 
 def _one_line(error: ValidationError) -> str:
@@ -123,10 +132,14 @@ def _lower(text: str) -> str:
 def _unknown_key(where: list[str]) -> str:
     model: type[BaseModel] = RunConfig
     for part in where[:-1]:
+        if part.isdigit():  # an entry of a list of tables
+            continue
         annotation = model.model_fields[part].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        kinds = [k for k in (annotation, *get_args(annotation)) if isinstance(k, type)]
+        nested = next((k for k in kinds if issubclass(k, BaseModel)), None)
+        if nested is None:
             break
-        model = annotation
+        model = nested
     known = sorted(model.model_fields)
     close = difflib.get_close_matches(where[-1], known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"

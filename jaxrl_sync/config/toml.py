@@ -1,4 +1,4 @@
-"""Writing the small part of TOML that a run's config uses: tables of scalars and flat lists.
+"""Writing the small part of TOML that a run's config uses: tables, lists of tables, scalars and flat lists.
 
 ``tomllib`` of the standard library only reads. Values that are ``None`` are left out: an absent key and a
 ``None`` are the same thing to the models.
@@ -16,16 +16,28 @@ def dumps(data: Mapping[str, Any]) -> str:
     return "\n".join(_table(data, ())).lstrip("\n") + "\n"
 
 
-def _table(data: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
-    scalars = {k: v for k, v in data.items() if v is not None and not isinstance(v, Mapping)}
+def _table(data: Mapping[str, Any], path: tuple[str, ...], listed: bool = False) -> list[str]:
+    scalars = {k: v for k, v in data.items() if v is not None and not _is_nested(v)}
     lines = []
-    if path and (scalars or not data):
-        lines += ["", f"[{'.'.join(_key(p) for p in path)}]"]
+    if path and (listed or scalars or not data):
+        name = ".".join(_key(p) for p in path)
+        lines += ["", f"[[{name}]]" if listed else f"[{name}]"]
     lines += [f"{_key(k)} = {_value(v)}" for k, v in scalars.items()]
     for key, value in data.items():
         if isinstance(value, Mapping):
             lines += _table(value, (*path, key))
+        elif _is_nested(value):
+            for entry in value:
+                lines += _table(entry, (*path, key), listed=True)
     return lines
+
+
+def _is_nested(value: Any) -> bool:
+    """Whether ``value`` is a table or a list of tables."""
+    if isinstance(value, Mapping):
+        return True
+    listed = isinstance(value, Sequence) and not isinstance(value, str)
+    return listed and bool(value) and all(isinstance(entry, Mapping) for entry in value)
 
 
 def _key(key: str) -> str:

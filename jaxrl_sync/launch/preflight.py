@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import errno
 import socket
+from typing import TYPE_CHECKING
 
 from jaxrl_sync.config import ConfigError, RunConfig
 from jaxrl_sync.sharding.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxrl_sync.tasks.protocol import Task
 
 
 class PortError(UserError, OSError):
@@ -32,20 +36,25 @@ def check_rooms(config: RunConfig) -> None:
 
 
 def check_task(config: RunConfig) -> None:
-    """Build the task and compare its sizes with the model's and the engine's."""
-    from jaxrl_sync.tasks.registry import make_task
+    """Build the tasks and compare their sizes with the model's and the engine's."""
+    from jaxrl_sync.tasks.mixture import make_mixture
 
-    task = make_task(config.task.name, config.task.args)
-    vocabulary, room = task.tokenizer.vocab_size, config.engine.max_len
+    mixture = make_mixture(config.task)
+    vocabulary, names = mixture.tokenizer.vocab_size, ", ".join(repr(x) for x in mixture.labels)
     if vocabulary > config.model.vocab_size:
         raise ConfigError(
-            f"model.vocab_size={config.model.vocab_size} is below the {vocabulary} tokens of task "
-            f"{config.task.name!r}"
+            f"model.vocab_size={config.model.vocab_size} is below the {vocabulary} tokens of task {names}"
         )
+    for part in mixture.parts:
+        _check_room(config, part.label, part.task)
+
+
+def _check_room(config: RunConfig, name: str, task: Task) -> None:
+    room = config.engine.max_len
     needed = task.max_prompt_len + config.loop.sampling.max_tokens
     if task.max_turns == 1 and needed > room:
         raise ConfigError(
-            f"engine.max_len={room} is below {needed}: prompts of task {config.task.name!r} have up to "
+            f"engine.max_len={room} is below {needed}: prompts of task {name!r} have up to "
             f"{task.max_prompt_len} tokens and loop.sampling.max_tokens={config.loop.sampling.max_tokens}"
         )
 

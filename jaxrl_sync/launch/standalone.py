@@ -53,9 +53,9 @@ def serve(options: argparse.Namespace, overrides: Mapping[str, Any]) -> int:
 def _task_alphabet(config: RunConfig) -> str | None:
     """The task's own characters as a tokenizer spec: how to talk to random weights of a run's shape."""
     from jaxrl_sync.inference.tokenizer import CharTokenizer
-    from jaxrl_sync.tasks.registry import make_task
+    from jaxrl_sync.tasks.mixture import make_mixture
 
-    tokenizer = make_task(config.task.name, config.task.args).tokenizer
+    tokenizer = make_mixture(config.task).tokenizer
     return f"char:{tokenizer.alphabet}" if isinstance(tokenizer, CharTokenizer) else None
 
 

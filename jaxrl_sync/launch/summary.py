@@ -15,6 +15,7 @@ def describe_summary(summary: Mapping[str, Any]) -> list[str]:
         f"wall time {_show(summary.get('wall_s'), '.1f')} s",
         f"eval exact match: before {_show(evals.get('before'), '.3f')}, "
         f"after {_show(evals.get('after'), '.3f')}",
+        *_describe_mix(summary),
         f"tokens/s {_show(summary.get('tokens_per_s'), '.0f')}, "
         f"bytes per sync {_show(summary.get('bytes_per_sync'), ',.0f')}",
         f"swap pause: median {_ms(pause.get('median'))}, p99 {_ms(pause.get('p99'))}",
@@ -22,6 +23,20 @@ def describe_summary(summary: Mapping[str, Any]) -> list[str]:
         f"in all {_show(stall.get('total'), '.2f')} s",
         "staleness of trained samples: " + histogram(staleness),
         f"samples with two or more versions: {_percent(summary.get('multi_version_fraction'))}",
+    ]
+
+
+def _describe_mix(summary: Mapping[str, Any]) -> list[str]:
+    """One line per task of a mix; nothing for a run of one task."""
+    tasks, evals = _table(summary, "tasks"), summary.get("evals") or []
+    if len(tasks) < 2:
+        return []
+    last = _table(evals[-1], "tasks") if evals else {}
+    return [
+        f"  {label}: {_percent(task.get('share'))} of the trained groups "
+        f"(weight {_percent(task.get('weight'))}), "
+        f"exact match {_show(_table(last, label).get('accuracy'), '.3f')}"
+        for label, task in tasks.items()
     ]
 
 

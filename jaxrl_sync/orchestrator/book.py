@@ -16,7 +16,7 @@ from jaxrl_sync.orchestrator.config import LoopConfig
 from jaxrl_sync.orchestrator.errors import BarrenError, FlowError
 from jaxrl_sync.orchestrator.flow import Fate, Flow, Kind, Permits
 from jaxrl_sync.orchestrator.groups import EngineView, OpenGroup, ReadyGroup, Record
-from jaxrl_sync.orchestrator.source import DataSource, Draw
+from jaxrl_sync.orchestrator.source import Draw, Source
 from jaxrl_sync.transfer.version import Version
 
 _AHEAD = 0.5
@@ -26,7 +26,7 @@ _MAX_LOSSES = 8
 class Book:
     """All groups of one run from admission to shipping. ``step`` is the next batch to ship."""
 
-    def __init__(self, config: LoopConfig, source: DataSource, step: int) -> None:
+    def __init__(self, config: LoopConfig, source: Source, step: int) -> None:
         self.config, self.source, self.step = config, source, step
         self.flow: dict[Kind, Flow] = {"train": Flow(), "eval": Flow()}
         self.permits = Permits(config.permits)
@@ -255,7 +255,8 @@ class Book:
         self.queue = [g for g in self.queue if g.gid not in taken]
         self.flow["train"] = self.flow["train"].ship(sum(g.samples for g in batch))
         for group in batch:
-            self._consume(group.draw)
+            self._losses.pop(group.draw.position, None)
+            self.source.consume(group.draw.position)
         self.step += 1
         self.sweep()
         return batch
@@ -314,10 +315,6 @@ class Book:
     def _data_ended(self) -> bool:
         running = any(g.kind == "train" for g in self.open.values())
         return self.source.exhausted and not self.retries and not running
-
-    def _consume(self, draw: Draw) -> None:
-        self._losses.pop(draw.position, None)
-        self.source.consume(draw.position)
 
     def _takes_more(self, engine: EngineView) -> bool:
         """An engine gets half as much again as it has slots: none idles, and nothing ages in its queue."""
@@ -410,8 +407,9 @@ class Book:
         self.reasons[f"{kind}/{fate}/{reason}"] += n
 
     def _give_up(self, draw: Draw, reason: str, *, failed: bool = True) -> None:
-        """Consume a prompt that gave nothing; failures in a row count one by one, empty groups by batches."""
-        self._consume(draw)
+        """Forfeit a prompt that gave nothing; failures in a row count one by one, empty groups by batches."""
+        self._losses.pop(draw.position, None)
+        self.source.forfeit(draw.position)
         self.prompts_given_up += failed
         self._failed_in_row += failed
         self._empty_in_row += 1

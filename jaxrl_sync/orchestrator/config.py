@@ -83,6 +83,8 @@ class LoopConfig:
     start_timeout_s: float = 240.0
     engine_wait_s: float = 120.0
     """How long the loop goes on without a single engine that serves."""
+    trainer_wait_s: float = 30.0
+    """How long the loop goes on while the hub's directory lacks a trainer process."""
     hub_timeout_s: float = 30.0
     score_timeout_s: float = 60.0
     task_threads: int = 8
@@ -143,6 +145,7 @@ def loop_config(run: RunConfig) -> LoopConfig:
         last_batch=loop.last_batch,
         epochs=loop.epochs,
         engine_wait_s=loop.engine_wait_s,
+        trainer_wait_s=loop.trainer_wait_s,
         score_timeout_s=loop.task_timeout_s,
         task_threads=loop.task_threads,
         checkpoint_every_steps=run.trainer.checkpoint_every_steps,

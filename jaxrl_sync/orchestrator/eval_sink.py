@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from jaxrl_sync.batch.rollout import Episode, Reward
 from jaxrl_sync.orchestrator.book import Book
@@ -19,6 +19,7 @@ from jaxrl_sync.orchestrator.dispatcher import RolloutDispatcher
 from jaxrl_sync.orchestrator.engines import Engine, EngineSet
 from jaxrl_sync.orchestrator.errors import DeadlineError
 from jaxrl_sync.orchestrator.groups import EngineView, OpenGroup
+from jaxrl_sync.orchestrator.prompts import Prompts
 from jaxrl_sync.orchestrator.scoring import Scorer
 from jaxrl_sync.orchestrator.signal import Signal
 from jaxrl_sync.transfer.version import Version
@@ -28,8 +29,18 @@ _MAX_TRIES = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class EvalScore:
+    """What one task reached in an evaluation."""
+
+    accuracy: float
+    reward: float
+    samples: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class EvalResult:
-    """One evaluation: ``version`` made every sample; ``missing`` ones failed or were too slow."""
+    """One evaluation: ``version`` made every sample; ``missing`` ones failed or were too slow. ``tasks`` has
+    every task of the run by its label."""
 
     trigger: int
     version: Version
@@ -40,6 +51,7 @@ class EvalResult:
     errored: int
     seconds: float
     started_at: float
+    tasks: Mapping[str, EvalScore]
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,13 +84,13 @@ class EvalSink:
         dispatcher: RolloutDispatcher,
         scorer: Scorer,
         signal: Signal,
-        items: int,
+        prompts: Prompts,
         on_result: Callable[[EvalResult], None],
         done: set[int] | None = None,
     ) -> None:
         self._config, self._book, self._engines = config, book, engines
         self._dispatcher, self._scorer, self._signal = dispatcher, scorer, signal
-        self._items, self._on_result = items, on_result
+        self._prompts, self._items, self._on_result = prompts, prompts.eval_items, on_result
         self._triggers: collections.deque[int] = collections.deque()
         self._seen: set[int] = set(done or ())
         self._last_number: int | None = None
@@ -235,16 +247,35 @@ class EvalSink:
 
     def _result(self, run: _Run) -> EvalResult:
         rewards = [r for item in sorted(run.rewards) for r in run.rewards[item]]
-        exact = [r.components.get("exact", float(r.value >= 1.0)) for r in rewards]
         wanted = self._items * self._config.eval.samples
+        whole = _score(rewards, wanted)
         return EvalResult(
             trigger=run.trigger,
             version=run.version,
-            accuracy=sum(exact) / wanted if wanted else 0.0,
-            reward=sum(r.value for r in rewards) / len(rewards) if rewards else 0.0,
-            samples=len(rewards),
+            accuracy=whole.accuracy,
+            reward=whole.reward,
+            samples=whole.samples,
             missing=wanted - len(rewards),
             errored=run.errored,
             seconds=time.monotonic() - run.started,
             started_at=run.started_at,
+            tasks=self._scores_by_task(run),
         )
+
+    def _scores_by_task(self, run: _Run) -> dict[str, EvalScore]:
+        rewards: dict[str, list[Reward]] = {label: [] for label in self._prompts.eval_sizes}
+        for item in sorted(run.rewards):
+            rewards[self._prompts.label_of_eval(item)] += run.rewards[item]
+        samples = self._config.eval.samples
+        return {
+            label: _score(rewards[label], size * samples) for label, size in self._prompts.eval_sizes.items()
+        }
+
+
+def _score(rewards: Sequence[Reward], wanted: int) -> EvalScore:
+    """Accuracy over all samples that were wanted, mean reward over those that came."""
+    exact = sum(r.components.get("exact", float(r.value >= 1.0)) for r in rewards)
+    value = sum(r.value for r in rewards)
+    return EvalScore(
+        exact / wanted if wanted else 0.0, value / len(rewards) if rewards else 0.0, len(rewards)
+    )

@@ -29,21 +29,19 @@ from jaxrl_sync.orchestrator.dispatcher import RolloutDispatcher
 from jaxrl_sync.orchestrator.engines import EngineClient, EngineSet
 from jaxrl_sync.orchestrator.errors import InterruptedRunError, LoopError
 from jaxrl_sync.orchestrator.eval_sink import EvalResult, EvalSink
-from jaxrl_sync.orchestrator.groups import OpenGroup
 from jaxrl_sync.orchestrator.logger import PeriodicLogger, rss_bytes
 from jaxrl_sync.orchestrator.play import Player
 from jaxrl_sync.orchestrator.policy import Policy
+from jaxrl_sync.orchestrator.prompts import Prompts
 from jaxrl_sync.orchestrator.rundir import MetricsFile, evals_done, keep_batch
 from jaxrl_sync.orchestrator.scoring import Scorer
 from jaxrl_sync.orchestrator.signal import Signal
-from jaxrl_sync.orchestrator.source import DataSource
 from jaxrl_sync.orchestrator.stats import RunStats
 from jaxrl_sync.orchestrator.threads import CallPool
 from jaxrl_sync.orchestrator.train_sink import BatchFacts, TrainSink
-from jaxrl_sync.orchestrator.trainer_link import TrainerLink
+from jaxrl_sync.orchestrator.trainer_link import TrainerLink, TrainerWatch
 from jaxrl_sync.orchestrator.weight_watcher import Directory, Swap, WeightWatcher
-from jaxrl_sync.sharding.errors import UserError
-from jaxrl_sync.tasks.protocol import Dataset, Split, Task
+from jaxrl_sync.tasks.mixture import Mixture
 from jaxrl_sync.transfer.version import Version
 
 _DRAIN_S = 6.0
@@ -53,7 +51,7 @@ _DRAIN_S = 6.0
 class Parts:
     """What a loop is given: it closes none of these."""
 
-    task: Task
+    mixture: Mixture
     task_seed: int
     hub: Directory
     link: TrainerLink
@@ -68,14 +66,13 @@ class Loop:
 
     def __init__(self, config: LoopConfig, parts: Parts, state: TrainerState) -> None:
         self.config, self._parts = config, parts
-        self._train = _dataset(parts.task, "train", parts.task_seed)
-        self._eval = _dataset(parts.task, "eval", parts.task_seed)
-        source = DataSource(self._train.size, config.seed, epochs=config.epochs, cursor=state.cursor or None)
+        self.prompts = Prompts(parts.mixture, parts.task_seed, config.eval.prompts)
+        source = self.prompts.source(config, state.cursor or None)
         self.signal = Signal()
         self.book = Book(config, source, state.number + 1)
         self.policy = Policy(state.lineage, state.number)
         self.engines = EngineSet()
-        self.stats = RunStats(self.book, self.policy, config.steps)
+        self.stats = RunStats(self.book, self.policy, config.steps, parts.mixture)
         self.phase = "starting"
         self._began_number, self._published_at = state.number, time.time()
         self.metrics = MetricsFile(parts.run_dir, resume_step=state.number)
@@ -85,12 +82,12 @@ class Loop:
         config, parts = self.config, self._parts
         self._client = EngineClient(parts.token, connections=config.permits + 64)
         self._calls = CallPool(config.task_threads)
-        player = Player(parts.task, self._client, self._calls, config.score_timeout_s)
+        player = Player(self.prompts.task, self._client, self._calls, config.score_timeout_s)
         self.dispatcher = RolloutDispatcher(
-            config, self.book, self.engines, self._client, player, self.signal, self._uid_of
+            config, self.book, self.engines, self._client, player, self.signal, self.prompts.uid
         )
         scorer = Scorer(
-            parts.task,
+            self.prompts.task,
             self.book,
             self._calls,
             timeout_s=config.score_timeout_s,
@@ -103,6 +100,7 @@ class Loop:
             scorer,
             parts.link,
             self.signal,
+            parts.mixture.labels,
             self.dispatcher.drop_stale,
             self._on_step,
             self._on_wait,
@@ -116,7 +114,7 @@ class Loop:
             self.dispatcher,
             scorer,
             self.signal,
-            _eval_items(config, self._eval),
+            self.prompts,
             self._on_eval,
             done=evals_done(self.metrics.earlier),
         )
@@ -130,6 +128,7 @@ class Loop:
             self.signal,
             self._on_version,
             self._on_swap,
+            TrainerWatch(config.trainer_wait_s, (info.name for info in parts.link.infos)),
         )
         self.logger = PeriodicLogger(parts.run_dir, config.log_interval_s, self.collect)
 
@@ -259,10 +258,6 @@ class Loop:
         if self.watcher.all_current():
             self._parts.timeline.record("sync", self._published_at, swap.t1, version=swap.number)
 
-    def _uid_of(self, group: OpenGroup) -> str:
-        data: Dataset = self._train if group.kind == "train" else self._eval
-        return data[group.draw.item]
-
     async def _close(self) -> None:
         with contextlib.suppress(LoopError):
             await self.dispatcher.close()
@@ -271,19 +266,6 @@ class Loop:
         self.metrics.close()
         with contextlib.suppress(LoopError, OSError):
             await self.logger.write()
-
-
-def _dataset(task: Task, split: Split, seed: int) -> Dataset:
-    try:
-        return task.dataset(split, seed)
-    except UserError:
-        raise
-    except Exception as error:
-        raise LoopError(f"the task's dataset({split!r}) raised {type(error).__name__}: {error}") from error
-
-
-def _eval_items(config: LoopConfig, data: Dataset) -> int:
-    return config.eval.prompts if data.size is None else min(config.eval.prompts, data.size)
 
 
 async def supervise(

@@ -40,9 +40,9 @@ class EpisodeError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Player:
-    """What playing needs beside the group: the task, the engines, and what an episode may use up."""
+    """What playing needs beside the group: the tasks, the engines, and what an episode may use up."""
 
-    task: Task
+    task_of: Callable[[OpenGroup], Task]
     client: EngineClient
     calls: CallPool
     env_timeout_s: float
@@ -64,9 +64,9 @@ class Player:
 
         Raises what the engine client raises when the engine itself fails: the whole group is then lost.
         """
-        table = _Request(request_id, group, engine, sampling, self.task.stop_token_ids, pinned)
+        table = _Request(request_id, group, engine, sampling, self.task_of(group), pinned)
         try:
-            uid, prompt = await self._prompt(uid_of)
+            uid, prompt = await self._prompt(table.task, uid_of)
             budget = self._turn_budget(table, sampling.max_tokens, len(prompt))
             if budget < 1:
                 raise EpisodeError("errored", "prompt_too_long", f"prompt {uid} has {len(prompt)} tokens")
@@ -86,10 +86,10 @@ class Player:
             for task in tasks:
                 task.cancel()
 
-    async def _prompt(self, uid_of: Callable[[], str]) -> tuple[str, list[int]]:
+    async def _prompt(self, task: Task, uid_of: Callable[[], str]) -> tuple[str, list[int]]:
         def make() -> tuple[str, list[int]]:
             uid = uid_of()
-            return uid, [int(t) for t in self.task.prompt(uid)]
+            return uid, [int(t) for t in task.prompt(uid)]
 
         try:
             return await self.calls.run(make, timeout_s=self.env_timeout_s, what="a prompt")
@@ -103,26 +103,19 @@ class Player:
             turn = await self._finish_turn(table, context, turn)
             turns.append(turn)
             context.tokens.extend(int(t) for t in turn.tokens)
-            if self.task.max_turns <= 1:
+            if table.task.max_turns <= 1:
                 break
             began = time.monotonic()
-            step: Step = await self._in_task(self._step, context, [int(t) for t in turn.tokens])
+            step: Step = await self._in_task(_step, table.task, context, [int(t) for t in turn.tokens])
             env_s += time.monotonic() - began
             context.tokens.extend(step.tokens)
             budget = self._turn_budget(table, context.left, len(context.tokens))
-            if step.done or len(turns) >= self.task.max_turns or budget < 1:
+            if step.done or len(turns) >= table.task.max_turns or budget < 1:
                 break
             name = f"{table.request_id}.{context.index}.{len(turns)}"
             turn = (await self._ask(table, name, context.tokens, 1, budget, step.tokens))[0]
         turns[-1] = dataclasses.replace(turns[-1], timing=turns[-1].timing + Timing(env_s=env_s))
         return table.episode(context, turns)
-
-    def _step(self, context: _Context, tokens: list[int]) -> Step:
-        """The environment's answer to one turn; blocks. The environment is made at the first turn."""
-        environment = context.environment or self.task.environment(context.uid)
-        context.environment = environment
-        step = environment.step(tokens)
-        return Step([int(t) for t in step.tokens], bool(step.done))
 
     async def _finish_turn(self, table: _Request, context: _Context, turn: Turn) -> Turn:
         """Go on with a turn that the engine cut off (a pause that aborts) until it ends by itself."""
@@ -140,12 +133,12 @@ class Player:
             name = f"{table.request_id}.{context.index}+{len(so_far)}"
             more = (await self._ask(table, name, so_far, 1, budget))[0]
             context.left -= len(more.tokens)
-            turn = _join(turn, more)
+            turn = table.joined(turn, more)
         raise EpisodeError("cancelled", "engine:abort")
 
     def _turn_budget(self, table: _Request, left: int, context_len: int) -> int:
         """Tokens that the next request may sample: what is left of the episode, the context and the turn."""
-        turn = self.task.max_new_tokens if self.task.max_turns > 1 else left
+        turn = table.task.max_new_tokens if table.task.max_turns > 1 else left
         return min(left, turn, table.engine.max_len - context_len)
 
     async def _in_task(self, call: Callable[..., Any], *args: Any) -> Any:
@@ -195,7 +188,7 @@ class _Request:
     group: OpenGroup
     engine: Engine
     sampling: SamplingConfig
-    stop_token_ids: tuple[int, ...]
+    task: Task
     pinned: bool
 
     def remaining_s(self) -> float:
@@ -208,7 +201,7 @@ class _Request:
             "request_id": request_id,
             "prompt": list(prompt),
             "n": n,
-            "sampling": self.sampling.as_request(self.stop_token_ids, budget),
+            "sampling": self.sampling.as_request(self.task.stop_token_ids, budget),
             "version": dataclasses.asdict(self.group.version) if self.pinned else None,
             "timeout_s": timeout_s,
         }
@@ -230,11 +223,19 @@ class _Request:
                     finish_reason=s["finish_reason"],
                     engine=self.engine.name,
                     timing=Timing(**timing),
+                    extras={name: _extra(values) for name, values in s.get("extras", {}).items()},
                 )
                 for s in samples
             ]
-        except (RolloutError, KeyError, TypeError) as error:
-            raise EpisodeError("errored", "engine:malformed", f"{self.engine.name}: {error}") from error
+        except (RolloutError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise self._malformed(error) from error
+
+    def joined(self, turn: Turn, more: Turn) -> Turn:
+        """A turn and its continuation as one; ``EpisodeError`` if they don't fit together."""
+        try:
+            return turn.followed_by(more)
+        except RolloutError as error:
+            raise self._malformed(error) from error
 
     def episode(self, context: _Context, turns: list[Turn]) -> Episode:
         try:
@@ -249,7 +250,18 @@ class _Request:
                 ended_s=time.monotonic(),
             )
         except RolloutError as error:
-            raise EpisodeError("errored", "engine:malformed", f"{self.engine.name}: {error}") from error
+            raise self._malformed(error) from error
+
+    def _malformed(self, error: Exception) -> EpisodeError:
+        return EpisodeError("errored", "engine:malformed", f"{self.engine.name}: {error}")
+
+
+def _step(task: Task, context: _Context, tokens: list[int]) -> Step:
+    """The environment's answer to one turn; blocks. The environment is made at the first turn."""
+    environment = context.environment or task.environment(context.uid)
+    context.environment = environment
+    step = environment.step(tokens)
+    return Step([int(t) for t in step.tokens], bool(step.done))
 
 
 async def _collect(tasks: Sequence[asyncio.Future[Episode]], on_episode: OnEpisode, on_loss: OnLoss) -> None:
@@ -274,13 +286,7 @@ def _task_error(call: str, error: Exception) -> EpisodeError:
     return EpisodeError("errored", f"{call}:{name}", f"{call} raised {name}: {error}")
 
 
-def _join(turn: Turn, more: Turn) -> Turn:
-    """A turn and its continuation as one turn."""
-    return dataclasses.replace(
-        turn,
-        tokens=np.concatenate([turn.tokens, more.tokens]),
-        logprobs=np.concatenate([turn.logprobs, more.logprobs]),
-        versions=np.concatenate([turn.versions, more.versions]),
-        finish_reason=more.finish_reason,
-        timing=turn.timing + more.timing,
-    )
+def _extra(values: Any) -> np.ndarray[Any, Any]:
+    """A named per-token array of an engine's answer: float32, or int32 where it holds whole numbers."""
+    array = np.asarray(values)
+    return array.astype(np.int32 if array.dtype.kind == "i" else np.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 from jaxrl_sync.config.process import ProcessContext
@@ -11,13 +12,13 @@ from jaxrl_sync.orchestrator.errors import DeadlineError
 from jaxrl_sync.orchestrator.loop import Loop, Parts
 from jaxrl_sync.orchestrator.rundir import write_summary
 from jaxrl_sync.orchestrator.threads import in_thread
-from jaxrl_sync.orchestrator.trainer_link import TrainerInfo, TrainerLink
-from jaxrl_sync.tasks.protocol import Task
-from jaxrl_sync.tasks.registry import make_task
+from jaxrl_sync.orchestrator.trainer_link import TrainerInfo, TrainerLink, TrainerWatch
+from jaxrl_sync.tasks.mixture import Mixture, make_mixture
 from jaxrl_sync.transfer.errors import PeerLost
 from jaxrl_sync.transfer.hub.client import HubClient
 
 _HELLO_S = 30.0
+_LOOK_S = 0.2
 
 
 def run(context: ProcessContext) -> None:
@@ -26,16 +27,16 @@ def run(context: ProcessContext) -> None:
     Returns early, without an error, only if ``context.stop`` was set before the trainer was there.
     """
     config = loop_config(context.config)
-    task = make_task(context.config.task.name, dict(context.config.task.args))
+    mixture = make_mixture(context.config.task)
     hub_url = context.wait_hub(config.start_timeout_s)
     with HubClient(hub_url, context.token_file, timeout_s=config.hub_timeout_s) as hub:
         lease = hub.register("orchestrator", context.name, ttl_s=context.config.hub.ttl_s)
         context.announce()
         with lease:
-            asyncio.run(_run(context, config, task, hub))
+            asyncio.run(_run(context, config, mixture, hub))
 
 
-async def _run(context: ProcessContext, config: LoopConfig, task: Task, hub: HubClient) -> None:
+async def _run(context: ProcessContext, config: LoopConfig, mixture: Mixture, hub: HubClient) -> None:
     timeline = context.open_timeline()
     link: TrainerLink | None = None
     try:
@@ -44,7 +45,7 @@ async def _run(context: ProcessContext, config: LoopConfig, task: Task, hub: Hub
             return
         state = await link.connect()
         parts = Parts(
-            task=task,
+            mixture=mixture,
             task_seed=context.config.task.seed,
             hub=hub,
             link=link,
@@ -73,26 +74,32 @@ async def _run_loop(context: ProcessContext, config: LoopConfig, parts: Parts, s
 
 
 async def _connect_trainer(context: ProcessContext, config: LoopConfig, hub: HubClient) -> TrainerLink | None:
-    """Wait for every trainer process to register; None if the process is asked to stop meanwhile."""
-    wanted = context.config.trainer.processes
-    slice_s, waited_s = 0.2, 0.0
+    """Wait until every trainer process takes batches; None if this process is asked to stop meanwhile.
+
+    Trainer processes register when they start and say where they take batches when they are ready. One that
+    registered and left, or did not come at all, ends the wait with its name.
+    """
+    wanted, began = context.config.trainer.processes, time.monotonic()
+    watch = TrainerWatch(config.trainer_wait_s)
     while not context.stop.is_set():
         timeout_s = config.hub_timeout_s + _HELLO_S
         members = await in_thread(hub.members, "trainer", timeout_s=timeout_s, what="the hub")
-        if len(members) >= wanted:
-            infos = [TrainerInfo.of(m.name, m.info) for m in sorted(members, key=lambda m: m.rank)]
+        ready = [m for m in members if "data_url" in m.info]
+        if len(ready) >= wanted:
+            infos = [TrainerInfo.of(m.name, m.info) for m in sorted(ready, key=lambda m: m.rank)]
             return TrainerLink(infos, lambda name: _lookup(hub, name), token=hub.token, run_id=hub.run_id)
-        if waited_s > config.start_timeout_s:
+        watch.see((m.name for m in members), time.monotonic())
+        if time.monotonic() - began > config.start_timeout_s:
             raise DeadlineError(
-                f"{len(members)} of {wanted} trainer processes after {config.start_timeout_s:g} s"
+                f"{len(ready)} of {wanted} trainer processes ready after {config.start_timeout_s:g} s, "
+                f"{len(members)} registered"
             )
-        await asyncio.sleep(slice_s)
-        waited_s += slice_s
+        await asyncio.sleep(_LOOK_S)
     return None
 
 
 def _lookup(hub: HubClient, name: str) -> TrainerInfo:
     for member in hub.members("trainer"):
-        if member.name == name:
+        if member.name == name and "data_url" in member.info:
             return TrainerInfo.of(member.name, member.info)
     raise PeerLost(f"trainer process {name} is not registered")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 
 from jaxrl_sync.batch.rollout import Episode, Group, Reward, RolloutError, Sample
 from jaxrl_sync.orchestrator.advantages import group_advantages, is_uniform
@@ -25,18 +26,22 @@ class Scored:
     @property
     def nbytes(self) -> int:
         """Bytes of the samples' arrays."""
-        return sum(
-            s.tokens.nbytes + s.loss_mask.nbytes + s.logprobs.nbytes + s.versions.nbytes for s in self.samples
-        )
+        return sum(s.nbytes for s in self.samples)
 
 
 class Scorer:
-    """Calls the task's ``score`` in ``calls``, one group per call, each under a deadline."""
+    """Calls ``score`` of the group's task in ``calls``, one group per call, each under a deadline."""
 
     def __init__(
-        self, task: Task, book: Book, calls: CallPool, *, timeout_s: float, normalize_std: bool
+        self,
+        task_of: Callable[[OpenGroup], Task],
+        book: Book,
+        calls: CallPool,
+        *,
+        timeout_s: float,
+        normalize_std: bool,
     ) -> None:
-        self._task, self._book, self._calls, self._timeout_s = task, book, calls, timeout_s
+        self._task_of, self._book, self._calls, self._timeout_s = task_of, book, calls, timeout_s
         self._normalize_std = normalize_std
         self.last_failure = "score"
 
@@ -46,7 +51,7 @@ class Scorer:
         None if no member is left, or if the group was cancelled meanwhile.
         """
         rewarded: list[Episode] = []
-        outcomes = await self._score_all(list(episodes.values()))
+        outcomes = await self._score_all(self._task_of(group), list(episodes.values()))
         for index, outcome in zip(episodes, outcomes, strict=True):
             if isinstance(outcome, Reward):
                 rewarded.append(dataclasses.replace(episodes[index], reward=outcome))
@@ -65,19 +70,19 @@ class Scorer:
         kept = tuple(e.reward for e in rewarded if e.reward is not None)
         return Scored(whole.samples(advantages), kept, is_uniform(rewards))
 
-    async def _score_all(self, episodes: list[Episode]) -> list[Reward | Exception]:
+    async def _score_all(self, task: Task, episodes: list[Episode]) -> list[Reward | Exception]:
         def work() -> list[Reward | Exception]:
-            return [self._score_one(e) for e in episodes]
+            return [self._score_one(task, e) for e in episodes]
 
         try:
             return await self._calls.run(work, timeout_s=self._timeout_s, what="the scores of a group")
         except DeadlineError as error:
             return [error for _ in episodes]
 
-    def _score_one(self, episode: Episode) -> Reward | Exception:
+    def _score_one(self, task: Task, episode: Episode) -> Reward | Exception:
         began = time.monotonic()
         try:
-            reward = self._task.score(episode)
+            reward = task.score(episode)
         except Exception as error:  # whatever a task raises is the episode's failure
             return error
         if not isinstance(reward, Reward):

@@ -16,6 +16,7 @@ from jaxrl_sync.orchestrator.logger import percentile, rss_bytes, spread
 from jaxrl_sync.orchestrator.policy import Policy
 from jaxrl_sync.orchestrator.train_sink import BatchFacts
 from jaxrl_sync.orchestrator.weight_watcher import Swap
+from jaxrl_sync.tasks.mixture import Mixture
 
 STALL_KEY = "publish_s"
 _KEPT = 20_000  # the latest swaps and stalls that percentiles are taken over
@@ -24,8 +25,9 @@ _KEPT = 20_000  # the latest swaps and stalls that percentiles are taken over
 class RunStats:
     """Accumulates over one attempt. No I/O; the caller writes what it returns."""
 
-    def __init__(self, book: Book, policy: Policy, steps: int) -> None:
-        self._book, self._policy, self._steps = book, policy, steps
+    def __init__(self, book: Book, policy: Policy, steps: int, mixture: Mixture) -> None:
+        self._book, self._policy, self._steps, self._mixture = book, policy, steps, mixture
+        self._groups_of: collections.Counter[str] = collections.Counter()
         self.began_at, self._began = time.time(), time.monotonic()
         self._first_sync: float | None = None
         self.swaps: collections.deque[Swap] = collections.deque(maxlen=_KEPT)
@@ -56,6 +58,7 @@ class RunStats:
         self.samples += facts.samples
         self.multi_version += facts.multi_version
         self.loss_tokens += facts.loss_tokens
+        self._groups_of.update({label: task.groups for label, task in facts.tasks.items()})
         self.reward, self.steps_done = facts.reward_mean, self.steps_done + 1
         if ack.metrics.get(STALL_KEY):
             self.stalls_s.append(float(ack.metrics[STALL_KEY]))
@@ -71,6 +74,17 @@ class RunStats:
             "version": ack.number,
             "reward": facts.reward_mean,
             "components": dict(facts.components),
+            "extras": dict(facts.extras),
+            "tasks": {
+                label: {
+                    "groups": task.groups,
+                    "samples": task.samples,
+                    "loss_tokens": task.tokens,
+                    "reward": task.reward_mean,
+                    "components": dict(task.components),
+                }
+                for label, task in facts.tasks.items()
+            },
             "samples": facts.samples,
             "groups": facts.groups,
             "tokens": facts.tokens,
@@ -111,6 +125,7 @@ class RunStats:
             "samples": result.samples,
             "missing": result.missing,
             "errored": result.errored,
+            "tasks": _accuracies(result),
             "seconds": result.seconds,
         }
 
@@ -142,6 +157,19 @@ class RunStats:
             "ready_groups": len(book.queue),
             "retries": len(book.retries),
             "bytes": sum(g.nbytes for g in book.queue),
+        }
+
+    def _shares(self) -> dict[str, dict[str, float]]:
+        """Of each task: its weight and its share of the trained groups, and how many those were."""
+        weights = sum(part.weight for part in self._mixture.parts)
+        groups = max(1, sum(self._groups_of.values()))
+        return {
+            part.label: {
+                "weight": part.weight / weights,
+                "share": self._groups_of[part.label] / groups,
+                "groups": self._groups_of[part.label],
+            }
+            for part in self._mixture.parts
         }
 
     def progress(self, phase: str, tokens_generated: int) -> dict[str, Any]:
@@ -185,7 +213,11 @@ class RunStats:
             "swaps": self.swap_count,
             "wall_s": wall_s,
             "eval": {"before": first, "after": accuracies[-1] if accuracies else None},
-            "evals": [{"version": e.version.number, "accuracy": e.accuracy} for e in self.evals],
+            "evals": [
+                {"version": e.version.number, "accuracy": e.accuracy, "tasks": _accuracies(e)}
+                for e in self.evals
+            ],
+            "tasks": self._shares(),
             "tokens_per_s": self._rate(tokens_generated),
             "tokens_generated": tokens_generated,
             "tokens_trained": self.loss_tokens,
@@ -201,6 +233,10 @@ class RunStats:
             "permits": dataclasses.asdict(self._book.permits),
             "identities_ok": self._balanced(),
         }
+
+
+def _accuracies(result: EvalResult) -> dict[str, dict[str, float]]:
+    return {label: dataclasses.asdict(score) for label, score in result.tasks.items()}
 
 
 def _sync(swaps: list[Swap]) -> dict[str, Any]:

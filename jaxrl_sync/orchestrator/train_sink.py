@@ -10,13 +10,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl_sync.batch.connection import Ack
 from jaxrl_sync.batch.frame import BatchHeader, encode_batch
 from jaxrl_sync.batch.pack import PackConfig, pack
-from jaxrl_sync.batch.rollout import Episode, Sample
+from jaxrl_sync.batch.rollout import Episode, Reward, Sample
 from jaxrl_sync.orchestrator.admission import split_staleness
 from jaxrl_sync.orchestrator.book import Book
 from jaxrl_sync.orchestrator.config import LoopConfig
@@ -32,6 +32,17 @@ _PACK_S = 120.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class TaskFacts:
+    """One task's part of a shipped batch; ``tokens`` are those that are trained on."""
+
+    groups: int
+    samples: int
+    tokens: int
+    reward_mean: float
+    components: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class BatchFacts:
     """What is known of one shipped batch, for metrics: counts per staleness and means over its samples."""
 
@@ -42,6 +53,8 @@ class BatchFacts:
     loss_tokens: int
     reward_mean: float
     components: Mapping[str, float]
+    extras: Mapping[str, float]
+    tasks: Mapping[str, TaskFacts]
     staleness: Mapping[int, int]
     in_flight_mean: float
     in_queue_mean: float
@@ -76,6 +89,7 @@ class TrainSink:
         scorer: Scorer,
         link: TrainerLink,
         signal: Signal,
+        labels: Sequence[str],
         on_cut: Callable[[], object],
         on_step: OnStep,
         on_wait: Callable[[str, float, float, int], None],
@@ -84,7 +98,7 @@ class TrainSink:
         self._config, self._book, self._policy = config, book, policy
         self._scorer, self._link, self._signal = scorer, link, signal
         self._on_cut, self._on_step, self._on_wait = on_cut, on_step, on_wait
-        self._keep = keep
+        self._keep, self._labels = keep, tuple(labels)
         self._outbox: collections.deque[_Packed] = collections.deque()
         self.shipped_all = False
         self.told_last = False
@@ -123,7 +137,7 @@ class TrainSink:
             self._on_cut()
             self.told_last = self._book.ended()
             header = self._header(step, last=self.told_last)
-            facts = _facts(step, batch, batch_s, policy_s)
+            facts = _facts(step, batch, self._labels, batch_s, policy_s)
             samples = [s for g in batch for s in _scored(g).samples]
             frames = await in_thread(
                 encode_frames,
@@ -244,7 +258,33 @@ def encode_frames(
     return frames
 
 
-def _facts(step: int, batch: list[ReadyGroup], wait_batch_s: float, wait_policy_s: float) -> BatchFacts:
+def _task_facts(batch: list[ReadyGroup], labels: Sequence[str]) -> dict[str, TaskFacts]:
+    """What each task has in a batch, by label; tasks without a group in it are left out."""
+    groups: dict[str, list[ReadyGroup]] = {}
+    for group in batch:
+        groups.setdefault(labels[group.draw.part], []).append(group)
+    return {label: _facts_of_task(groups[label]) for label in labels if label in groups}
+
+
+def _facts_of_task(groups: list[ReadyGroup]) -> TaskFacts:
+    rewards = [r for g in groups for r in _scored(g).rewards]
+    return TaskFacts(
+        groups=len(groups),
+        samples=len(rewards),
+        tokens=sum(s.num_loss_tokens for g in groups for s in _scored(g).samples),
+        reward_mean=_mean([r.value for r in rewards]),
+        components=_component_means(rewards),
+    )
+
+
+def _component_means(rewards: list[Reward]) -> dict[str, float]:
+    names = sorted({n for r in rewards for n in r.components})
+    return {n: _mean([r.components[n] for r in rewards if n in r.components]) for n in names}
+
+
+def _facts(
+    step: int, batch: list[ReadyGroup], labels: Sequence[str], wait_batch_s: float, wait_policy_s: float
+) -> BatchFacts:
     samples = [s for g in batch for s in _scored(g).samples]
     rewards = [r for g in batch for r in _scored(g).rewards]
     total = [s.staleness(step) for s in samples]
@@ -253,7 +293,6 @@ def _facts(step: int, batch: list[ReadyGroup], wait_batch_s: float, wait_policy_
     ]
     sampled = [s.versions[s.loss_mask] for s in samples]
     ages = [step - 1 - v for v in sampled if len(v)]
-    names = sorted({n for r in rewards for n in r.components})
     loss_tokens = sum(s.num_loss_tokens for s in samples)
     return BatchFacts(
         step=step,
@@ -262,7 +301,9 @@ def _facts(step: int, batch: list[ReadyGroup], wait_batch_s: float, wait_policy_
         tokens=sum(len(s) for s in samples),
         loss_tokens=loss_tokens,
         reward_mean=_mean([r.value for r in rewards]),
-        components={n: _mean([r.components[n] for r in rewards if n in r.components]) for n in names},
+        components=_component_means(rewards),
+        tasks=_task_facts(batch, labels),
+        extras=_extras_mean(samples),
         staleness=dict(sorted(collections.Counter(total).items())),
         in_flight_mean=_mean([a for a, _ in parts]),
         in_queue_mean=_mean([b for _, b in parts]),
@@ -276,6 +317,13 @@ def _facts(step: int, batch: list[ReadyGroup], wait_batch_s: float, wait_policy_
         wait_policy_s=wait_policy_s,
         cut_at=time.time(),
     )
+
+
+def _extras_mean(samples: list[Sample]) -> dict[str, float]:
+    """Mean over all sampled tokens of each extra that has one number per token."""
+    names = [name for name, values in samples[0].extras.items() if values.ndim == 1]
+    tokens = max(1, sum(s.num_loss_tokens for s in samples))
+    return {name: float(sum(s.extras[name][s.loss_mask].sum() for s in samples)) / tokens for name in names}
 
 
 def _mean(values: list[float] | list[int]) -> float:

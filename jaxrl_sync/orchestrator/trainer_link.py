@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxrl_sync.batch.connection import Ack, BatchSender, ConnectionConfig, TrainerState
-from jaxrl_sync.orchestrator.errors import LoopError
+from jaxrl_sync.orchestrator.errors import LoopError, PeerDiedError
 from jaxrl_sync.orchestrator.threads import in_thread
 
 _MARGIN_S = 30.0
@@ -36,6 +36,32 @@ class TrainerInfo:
         """From the ``info`` of a hub member of role ``trainer``."""
         numbers = {k: int(info[k]) for k in ("data_rank", "data_ranks", "rows", "seq_len")}
         return cls(name, str(info["data_url"]), **numbers)
+
+
+class TrainerWatch:
+    """Which trainer processes the hub's directory lists, and since when one is missing. No clock, no I/O.
+
+    The data connection tells of a dead trainer only while a step is on its way; the directory always does.
+    """
+
+    def __init__(self, wait_s: float, names: Iterable[str] = ()) -> None:
+        self._wait_s = wait_s
+        self._missing_since: dict[str, float | None] = dict.fromkeys(names)
+
+    def see(self, names: Iterable[str], now: float) -> None:
+        """The directory lists ``names`` at ``now``.
+
+        Raises ``PeerDiedError`` naming a process that was there and has been missing for ``wait_s``; a hub
+        that restarts lists nobody until its members have registered again.
+        """
+        listed = set(names)
+        for name in listed | self._missing_since.keys():
+            since = self._missing_since.get(name)
+            self._missing_since[name] = None if name in listed else since if since is not None else now
+            if since is not None and name not in listed and now - since > self._wait_s:
+                raise PeerDiedError(
+                    f"trainer process {name} is gone: the hub has not heard of it for {now - since:.0f} s"
+                )
 
 
 class Sender(Protocol):

@@ -28,6 +28,7 @@ from jaxrl_sync.orchestrator.errors import PeerDiedError
 from jaxrl_sync.orchestrator.policy import Policy
 from jaxrl_sync.orchestrator.signal import Signal
 from jaxrl_sync.orchestrator.threads import in_thread
+from jaxrl_sync.orchestrator.trainer_link import TrainerWatch
 from jaxrl_sync.transfer.errors import TransferError
 from jaxrl_sync.transfer.version import Version
 
@@ -75,7 +76,9 @@ class WeightWatcher:
         signal: Signal,
         on_version: Callable[[Version], None],
         on_swap: Callable[[Swap], None],
+        trainers: TrainerWatch,
     ) -> None:
+        self._trainers = trainers
         self._config, self._hub, self._policy = config, hub, policy
         self._engines, self._client, self._dispatcher = engines, client, dispatcher
         self._signal, self._on_version, self._on_swap = signal, on_version, on_swap
@@ -121,11 +124,12 @@ class WeightWatcher:
 
     async def _watch_members(self, group: asyncio.TaskGroup) -> None:
         while True:
-            members = await self._ask_hub(self._hub.members, "engine", wait_s=0.0)
+            members = await self._ask_hub(self._hub.members, wait_s=0.0)
+            self._trainers.see((m.name for m in members if m.role == "trainer"), time.monotonic())
             infos = {
                 m.name: {**m.info, "incarnation": m.incarnation}
                 for m in members
-                if m.rank == 0 and "url" in m.info
+                if m.role == "engine" and m.rank == 0 and "url" in m.info
             }
             joined, gone = self._engines.update(infos, await self._still_there(infos))
             for engine in gone:

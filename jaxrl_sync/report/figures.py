@@ -43,9 +43,16 @@ def learning(run: RunData) -> Figure | None:
         axes, run.steps, "step", lambda row: row.get("reward"), label="reward of trained samples", alpha=0.6
     )
     _plot(axes, run.evals, "version", lambda row: row.get("accuracy"), label="eval accuracy", marker="o")
+    labels = list(dict.fromkeys(label for row in run.evals for label in row.get("tasks", {})))
+    for label in labels if len(labels) > 1 else ():
+        _plot(axes, run.evals, "version", _accuracy_of(label), label=f"eval accuracy of {label}", marker=".")
     axes.set_ylim(-0.02, 1.02)
     axes.legend(loc="lower right", frameon=False)
     return figure
+
+
+def _accuracy_of(label: str) -> Callable[[Row], Any]:
+    return lambda row: row.get("tasks", {}).get(label, {}).get("accuracy")
 
 
 def staleness(run: RunData) -> Figure | None:

@@ -61,6 +61,21 @@ def spec(axes: tuple[str, ...], rules: dict[str, MeshAxes] = RULES) -> Partition
     return PartitionSpec(*(rules[a] for a in axes))
 
 
+def rules_for(
+    axes: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh, rules: dict[str, MeshAxes] = RULES
+) -> dict[str, MeshAxes]:
+    """``rules``, but key and value heads that tp is a multiple of are whole on every device of tp.
+
+    Each device then has the one head that its query heads share, as engines with more devices than such
+    heads have.
+    """
+    heads = [size for axis, size in zip(axes, shape, strict=True) if axis == "kv_heads"]
+    shared = rules["kv_heads"] == "tp" and any(
+        n < mesh.shape["tp"] and mesh.shape["tp"] % n == 0 for n in heads
+    )
+    return {**rules, "kv_heads": None} if shared else rules
+
+
 def check_divides(name: str, shape: tuple[int, ...], partition: PartitionSpec, mesh: Mesh) -> None:
     """Raise unless every dimension of ``shape`` divides by the mesh axes it is cut over."""
     for dim, (size, entry) in enumerate(zip(shape, partition, strict=True)):
@@ -78,7 +93,8 @@ def param_shardings(model: DecoderConfig, mesh: Mesh, rules: dict[str, MeshAxes]
 
     def place(path: Any, shape: jax.ShapeDtypeStruct) -> NamedSharding:
         name = "/".join(str(key.key) for key in path)
-        partition = spec(TRAINER_AXES[name], rules)
+        axes = TRAINER_AXES[name]
+        partition = spec(axes, rules_for(axes, shape.shape, mesh, rules))
         check_divides(name, shape.shape, partition, mesh)
         return NamedSharding(mesh, partition)
 
@@ -98,6 +114,6 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def constrain(x: jax.Array, axes: tuple[str, ...], mesh: Mesh, gathered: tuple[str, ...] = ()) -> jax.Array:
     """Fix the sharding of an intermediate; logical axes in ``gathered`` are made whole on every device."""
-    rules = {**RULES, **dict.fromkeys(gathered, None)}
+    rules = rules_for(axes, x.shape, mesh, {**RULES, **dict.fromkeys(gathered, None)})
     fixed: jax.Array = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(axes, rules)))
     return fixed

@@ -79,7 +79,8 @@ class TrainerConfig:
     token budget of a micro-batch is ``rows * seq_len``. ``logprob_chunk`` tokens of every row get their
     logits at once. ``gather`` says when FSDP shards are gathered: all before the layer loop, or each in its
     layer. ``scan_unroll`` layers form one turn of that loop (on CPU a loop's backward pass costs up to twice
-    that of the unrolled layers).
+    that of the unrolled layers). ``extras`` names the per-token arrays that every batch carries beside the
+    fields that the losses use; they reach stages and losses as float32 fields of the micro-batches.
     """
 
     mesh: MeshConfig = MeshConfig()
@@ -93,6 +94,7 @@ class TrainerConfig:
     scan_unroll: int = 2
     init_std: float = 0.02
     temperature: float = 1.0
+    extras: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.rows % self.mesh.batch_shards or self.rows < 1:

@@ -66,6 +66,7 @@ def run(context: ProcessContext) -> None:
     with contextlib.ExitStack() as stack:
         timeline = context.open_timeline()
         stack.callback(timeline.close)
+        lease = _register(context, stack)
         world = stack.enter_context(
             World(
                 context.rank,
@@ -80,7 +81,7 @@ def run(context: ProcessContext) -> None:
             trainer, meta = start(context, world, checkpoints, timeline)
             seconds = trainer.warm_up(_barrier(context, world, "the first update"))
             logger.info("%s: version %s, compiled in %.1f s", context.name, meta.version, seconds)
-            _serve(context, world, checkpoints, timeline, trainer, meta, stack)
+            _serve(context, world, checkpoints, timeline, trainer, meta, lease, stack)
         except jax.errors.JaxRuntimeError as error:
             if world.size == 1:
                 raise
@@ -88,6 +89,15 @@ def run(context: ProcessContext) -> None:
                 f"trainer rank {world.rank} of {world.size}: a collective failed: a peer is gone or stuck: "
                 f"{str(error)[:500]}"
             ) from error
+
+
+def _register(context: ProcessContext, stack: contextlib.ExitStack) -> Lease:
+    """This process's lease at the hub, from its start on: who waits for it learns that it has died."""
+    config = context.config
+    url = context.wait_hub(config.run.start_timeout_s)
+    hub = stack.enter_context(HubClient(url, context.token_file, config.run.start_timeout_s))
+    size, ttl_s = context.world_size, config.hub.ttl_s
+    return stack.enter_context(hub.register("trainer", context.name, context.rank, size, ttl_s=ttl_s))
 
 
 def _barrier(context: ProcessContext, world: World, what: str) -> Callable[[], object]:
@@ -131,15 +141,14 @@ def _first_state(
     t = config.trainer
     if not t.sft_steps:
         return state
-    from jaxrl_sync.tasks.registry import make_task
+    from jaxrl_sync.tasks.mixture import make_mixture
 
-    task = make_task(config.task.name, config.task.args)
+    mixture = make_mixture(config.task)
     size = config.loop.prompts_per_step * config.loop.group_size
-    examples = task.sft_examples(t.sft_steps * size, config.task.seed)
+    examples = mixture.sft_examples(t.sft_steps * size, config.task.seed)
     if not examples:
-        raise WorldError(
-            f"trainer.sft_steps={t.sft_steps}, but task {config.task.name!r} has no demonstrations"
-        )
+        names = ", ".join(mixture.labels)
+        raise WorldError(f"trainer.sft_steps={t.sft_steps}, but task {names} has no demonstrations")
     samples = [example.sample() for example in examples]
     per = max(1, len(samples) // t.sft_steps)
     batches = [samples[i * per : (i + 1) * per] for i in range(t.sft_steps)]
@@ -157,9 +166,10 @@ def _serve(
     timeline: Timeline,
     trainer: Trainer,
     meta: Meta,
+    lease: Lease,
     stack: contextlib.ExitStack,
 ) -> None:
-    """Publish the first version, open the data connection, register, loop."""
+    """Publish the first version, open the data connection, tell the hub of it, loop."""
     config = context.config
     token, hub_url = auth.load_token(context.token_file), context.wait_hub(config.run.start_timeout_s)
     source = stamped_source(trainer) if config.engine.version_probe else plain_source(trainer)
@@ -190,16 +200,12 @@ def _serve(
             host=config.run.host,
         )
     )
-    hub = stack.enter_context(HubClient(hub_url, context.token_file, config.run.start_timeout_s))
-    info = {
-        "data_url": receiver.address_towards(hub_url),
-        "data_rank": trainer.data_rank,
-        "data_ranks": trainer.data_ranks,
-        "rows": trainer.rows,
-        "seq_len": trainer.config.seq_len,
-    }
-    lease = stack.enter_context(
-        hub.register("trainer", context.name, context.rank, context.world_size, info, config.hub.ttl_s)
+    lease.update(
+        data_url=receiver.address_towards(hub_url),
+        data_rank=trainer.data_rank,
+        data_ranks=trainer.data_ranks,
+        rows=trainer.rows,
+        seq_len=trainer.config.seq_len,
     )
     context.announce()
     loop.run(context, receiver, lease)

@@ -32,6 +32,7 @@ def trainer_config(config: RunConfig) -> TrainerConfig:
         gather=t.gather,
         init_std=t.init_std,
         temperature=config.loop.sampling.temperature,
+        extras=config.engine.extras,
     )
 
 

@@ -36,7 +36,7 @@ def supervised(
     ``barrier`` once they have compiled. Moments and
     counters start fresh in the state that is returned: it is version 0 of what follows.
     """
-    tuned = dataclasses.replace(config, optimizer=optimizer, temperature=1.0)
+    tuned = dataclasses.replace(config, optimizer=optimizer, temperature=1.0, extras=())
     step = build_step(model, tuned, LossConfig(), mesh)
     rank, ranks = data_rank(mesh, config.rows)
     shape = PackConfig(ranks, config.rows // ranks, config.seq_len)

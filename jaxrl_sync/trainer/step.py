@@ -63,13 +63,18 @@ class Step:
     logprobs: Callable[[Tree, Batch], jax.Array]
     zeros: Callable[[], Accumulator]
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Dtype by name of what a micro-batch holds: what the losses use, and the extras of the config."""
+        return {**FIELDS, **dict.fromkeys(self.config.extras, np.float32)}
+
     def put(self, fields: Mapping[str, np.ndarray[Any, Any]]) -> Batch:
         """This process's rows of one micro-batch as global arrays ``[rows, seq_len]`` on the mesh."""
         sharding = batch_sharding(self.mesh)
         shape = (self.config.rows, self.config.seq_len)
         return {
             name: jax.make_array_from_process_local_data(sharding, np.asarray(fields[name], dtype), shape)
-            for name, dtype in FIELDS.items()
+            for name, dtype in self.fields.items()
         }
 
     def compile(self, state: TrainState, accumulator: Accumulator, micro: Batch) -> None:
@@ -84,7 +89,7 @@ class Step:
     def empty(self, rows: int) -> Batch:
         """A micro-batch of padding; ``rows`` are this process's."""
         shape = (rows, self.config.seq_len)
-        return self.put({name: np.zeros(shape, dtype) for name, dtype in FIELDS.items()})
+        return self.put({name: np.zeros(shape, dtype) for name, dtype in self.fields.items()})
 
     def update(
         self, state: TrainState, accumulator: Accumulator, micros: Iterable[Batch], denominator: float

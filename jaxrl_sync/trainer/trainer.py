@@ -19,7 +19,7 @@ from jaxrl_sync.trainer.config import LossConfig, TrainerConfig
 from jaxrl_sync.trainer.losses import Batch
 from jaxrl_sync.trainer.stages import build_stages
 from jaxrl_sync.trainer.state import TrainState
-from jaxrl_sync.trainer.step import FIELDS, Accumulator, build_step
+from jaxrl_sync.trainer.step import Accumulator, build_step
 
 
 class BatchError(UserError, ValueError):
@@ -113,6 +113,10 @@ class Trainer:
             )
         if header.num_valid_tokens < 1:
             raise BatchError(f"batch of step {header.step} has num_valid_tokens=0, expected at least 1")
+        missing = sorted(self.step.fields.keys() - frame.fields.keys())
+        if missing:
+            wanted = ", ".join(self.step.fields)
+            raise BatchError(f"batch of step {header.step} has no field {missing[0]!r}, expected {wanted}")
         micros = [self.step.put(fields) for fields in split(frame.fields, header.micro_batches)]
         with self._span("stage", header.step) as staged:
             micros = self._staged(micros)
@@ -144,4 +148,4 @@ class Trainer:
 
 def split(fields: Mapping[str, np.ndarray[Any, Any]], micro_batches: int) -> list[dict[str, Any]]:
     """Views of the micro-batches ``[rows, S]`` of fields ``[micro, rows, S]``."""
-    return [{name: fields[name][i] for name in FIELDS} for i in range(micro_batches)]
+    return [{name: array[i] for name, array in fields.items()} for i in range(micro_batches)]

@@ -21,6 +21,17 @@ from jaxrl_sync.sharding.presets.quantization import Quantization
 ROOT = Path(__file__).resolve().parents[2]
 ADDITION = str(ROOT / "experiments" / "addition" / "run.toml")
 
+MIX = """
+[[task.mix]]
+name = "addition"
+weight = 2
+
+[[task.mix]]
+name = "guess"
+label = "number"
+args = { max_turns = 2 }
+"""
+
 BAD = [
     (["--trainer.lr", "1e-3"], 2, "unknown key trainer.lr; known: "),
     (["--trainer.learning_rte", "1e-3"], 2, "did you mean 'learning_rate'?"),
@@ -35,9 +46,9 @@ BAD = [
     ),
     (["--trainer.mesh.tp", "3"], 2, "needs 6 devices, found 4 (trainer.processes=1 x trainer.devices=4)"),
     (
-        ["--trainer.mesh.fsdp", "1", "--trainer.mesh.tp", "4"],
+        ["--trainer.mesh.fsdp=1", "--trainer.mesh.tp=4", "--model.num_heads=12", "--model.num_kv_heads=6"],
         2,
-        "trainer.mesh.tp = 4 must divide model.num_kv",
+        "trainer.mesh.tp = 4 must divide or be a multiple of model.num_kv_heads=6",
     ),
     (["--engine.devices", "3"], 2, "engine tp (engine.processes=1 x engine.devices=3) = 3 must divide"),
     (["--trainer.rows", "3"], 2, "trainer.mesh dp x fsdp = 2 must divide trainer.rows=3"),
@@ -281,3 +292,44 @@ def test_verbs_settings_reach_both_sides(tmp_path: Path) -> None:
     assert (choice.include, choice.gid_index) == (("mlx5_0", "mlx5_1:1"), 3)
     save(config, tmp_path / "config.toml")
     assert load(tmp_path / "config.toml").sync.verbs == config.sync.verbs
+
+
+def test_a_mix_of_tasks_is_read_overridden_and_written_back(tmp_path: Path) -> None:
+    text = Path(ADDITION).read_text().replace('[task]\nname = "addition"\n', MIX)
+    (tmp_path / "mix.toml").write_text(text.replace("vocab_size = 16", "vocab_size = 20"))
+    given = {"task.mix.1.weight": 0.5, "task.mix.0.args.digits": 2}
+    config = load(tmp_path / "mix.toml", given)
+    assert [(m.name, m.label, m.weight) for m in config.task.mix] == [
+        ("addition", None, 2.0),
+        ("guess", "number", 0.5),
+    ]
+    assert config.task.mix[0].args == {"digits": 2} and config.task.mix[1].args == {"max_turns": 2}
+    save(config, tmp_path / "saved.toml")
+    assert load(tmp_path / "saved.toml") == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["--task.mix.0.wight", "1"], "unknown key task.mix.0.wight; did you mean 'weight'?"),
+        (["--task.mix.2.weight", "1"], "override --task.mix.2.weight: '2', expected a number from 0 to 1"),
+        (["--task.mix.x", "1"], "override --task.mix.x: task.mix is a list, not a table"),
+        (["--task.mix.0.weight", "0"], "task.mix.0.weight: found 0; input should be greater than 0"),
+        (["--task.name", "addition"], "task.name='addition' beside [[task.mix]]"),
+        (["--task.mix", "[]"], "task.name is missing: expected a task, or several as [[task.mix]]"),
+        (["--task.mix.1.label", "addition"], "task.mix has 'addition' 2 times"),
+        (["--model.vocab_size", "16"], "below the 19 tokens of task 'addition', 'number'"),
+        (
+            ["--task.mix.0.args.digits", "6"],
+            "engine.max_len=16 is below 17: prompts of task 'addition' have up",
+        ),
+    ],
+)
+def test_a_bad_mix_is_one_line(
+    tmp_path: Path, overrides: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = Path(ADDITION).read_text().replace('[task]\nname = "addition"\n', MIX)
+    (tmp_path / "mix.toml").write_text(text.replace("vocab_size = 16", "vocab_size = 20"))
+    assert main(["run", str(tmp_path / "mix.toml"), "--dry-run", *overrides]) == 2
+    err = capsys.readouterr().err
+    assert words in err and err.startswith("jaxrl-sync: error: ") and err.count("\n") == 1

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from jaxrl_sync.cli import main
+from jaxrl_sync.launch.summary import describe_summary
+from jaxrl_sync.report import figures
 from jaxrl_sync.report.data import read_run
 from jaxrl_sync.report.page import SECTIONS, render
 
@@ -84,6 +86,20 @@ def test_a_finished_run_shows_its_summary(run_dir: Path) -> None:
     (run_dir / "summary.json").write_text('{"steps": 7, "eval": {"before": 0.0, "after": 0.75}}')
     page = render(read_run(run_dir))
     assert "(finished)" in page and "before: 0, after: 0.75" in page
+
+
+def test_a_mix_of_tasks_is_shown_task_by_task(run_dir: Path) -> None:
+    scores = {"sums": {"accuracy": 0.25}, "words": {"accuracy": 0.75}}
+    row = {"kind": "eval", "version": 2, "accuracy": 0.5, "tasks": scores}
+    (run_dir / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    figure = figures.learning(read_run(run_dir))
+    assert figure is not None
+    lines = {str(line.get_label()): list(line.get_ydata()) for line in figure.axes[0].get_lines()}  # type: ignore[arg-type]
+    assert lines["eval accuracy of sums"] == [0.25] and lines["eval accuracy of words"] == [0.75]
+    tasks = {"sums": {"weight": 0.25, "share": 0.2, "groups": 2}, "words": {"weight": 0.75, "share": 0.8}}
+    text = describe_summary({"tasks": tasks, "evals": [row]})
+    assert "  sums: 20 % of the trained groups (weight 25 %), exact match 0.250" in text
+    assert not any("weight" in line for line in describe_summary({"tasks": {"sums": tasks["sums"]}}))
 
 
 def test_the_command_writes_the_page_without_jax(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,6 +47,8 @@ class EngineBehaviour:
     hang: Callable[[dict[str, Any]], bool] = lambda body: False
     finish: Callable[[dict[str, Any], int], str] = lambda body, index: "stop"
     swap_status: int = 0
+    extras: dict[str, Callable[[int], float | int]] = dataclasses.field(default_factory=dict)
+    """Named per-token arrays of the answers, each a function of the token."""
 
 
 class EngineDouble:
@@ -135,7 +137,13 @@ class EngineDouble:
     async def _decode(self, body: dict[str, Any], aborted: asyncio.Event) -> list[dict[str, Any]]:
         length = min(self.behaviour.tokens, body["sampling"]["max_tokens"])
         samples: list[dict[str, Any]] = [
-            {"tokens": [], "logprobs": [], "versions": [], "finish_reason": "", "extras": {}}
+            {
+                "tokens": [],
+                "logprobs": [],
+                "versions": [],
+                "finish_reason": "",
+                "extras": {name: [] for name in self.behaviour.extras},
+            }
             for _ in range(body["n"])
         ]
         began = time.monotonic()
@@ -153,6 +161,8 @@ class EngineDouble:
                 sample["tokens"].append(_token(body["request_id"], index, position))
                 sample["logprobs"].append(-1.5)
                 sample["versions"].append(self.version.number)
+                for name, value in self.behaviour.extras.items():
+                    sample["extras"][name].append(value(sample["tokens"][-1]))
         for index, sample in enumerate(samples):
             over = time.monotonic() - began >= body["timeout_s"]
             reason = (
@@ -270,6 +280,13 @@ class TrainerDouble:
             self.receiver.commit(
                 Ack(frame.header.step, self.lineage, frame.header.step, metrics), frame.header.cursor
             )
+
+    def kill(self) -> None:
+        """As SIGKILL: no answer, no farewell; its leases run out by themselves."""
+        for lease in (self._lease, self._publisher):
+            lease._closed.set()
+        self._stop.set()
+        self.receiver.close()
 
     def close(self) -> None:
         """End threads and sockets."""

@@ -12,13 +12,14 @@ import dataclasses
 import heapq
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from jaxrl_sync.orchestrator.admission import split_staleness, staleness
 from jaxrl_sync.orchestrator.book import Book
 from jaxrl_sync.orchestrator.config import EvalConfig, LoopConfig
 from jaxrl_sync.orchestrator.groups import EngineView, OpenGroup, ReadyGroup
-from jaxrl_sync.orchestrator.source import DataSource
+from jaxrl_sync.orchestrator.source import DataSource, MixedSource
 from jaxrl_sync.transfer.version import Version
 
 LINEAGE = "sim"
@@ -32,6 +33,8 @@ class Faults:
     never_ends: float = 0.0
     failing_items: frozenset[int] = frozenset()
     filtered: float = 0.0
+    filtered_by_part: tuple[float, ...] = ()
+    """In place of ``filtered``, one chance for each task of a mix."""
     late_completion: float = 0.0
     slow_items: frozenset[int] = frozenset()
     slow_factor: float = 1.0
@@ -79,10 +82,18 @@ class Simulation:
         cursor: dict[str, Any] | None = None,
         train_s: float = 1.0,
         generate_s: float = 1.0,
+        mix: Sequence[float] = (),
     ) -> None:
         self.config, self.faults = config, faults or Faults()
         self.rng = random.Random(seed)
-        self.source = DataSource(size, config.seed, epochs=config.epochs, cursor=cursor)
+        self.source: DataSource | MixedSource = DataSource(
+            size, config.seed, epochs=config.epochs, cursor=None if mix else cursor
+        )
+        if mix:
+            labels, sizes = [f"task-{k}" for k in range(len(mix))], [size] * len(mix)
+            self.source = MixedSource.make(
+                labels, mix, sizes, config.seed, epochs=config.epochs, cursor=cursor
+            )
         self.book = Book(config, self.source, start + 1)
         self.engines = [SimEngine(f"engine-{i}", start) for i in range(engines)]
         self.committed = self.label = start
@@ -231,6 +242,10 @@ class Simulation:
             if self.rng.random() < faults.late_completion:
                 self._push(at + 5.0, "sample", (group, index))
 
+    def _filtered(self, group: OpenGroup) -> float:
+        by_part = self.faults.filtered_by_part
+        return by_part[group.draw.part] if by_part else self.faults.filtered
+
     def _on_sample(self, value: tuple[OpenGroup, int]) -> None:
         group, index = value
         self.book.arrive(group.gid, index, self.label)
@@ -249,12 +264,17 @@ class Simulation:
         elif group.kind == "eval":
             self.book.accept(group.gid, None)
             self.outcome.evals.append((group.tag, group.draw.item))
-        elif self.rng.random() < self.faults.filtered:
+        elif self.rng.random() < self._filtered(group):
             self.book.filter(group.gid, "uniform")
         else:
             self.book.accept(group.gid, None, 100)
         self.outcome.max_bytes = max(self.outcome.max_bytes, sum(g.nbytes for g in self.book.queue))
         self._issue_eval()
+
+
+def mix_of(outcome: Outcome) -> Counter[int]:
+    """Trained groups by task."""
+    return Counter(g.draw.part for batch in outcome.batches for g in batch)
 
 
 def loop_config(**changes: Any) -> LoopConfig:

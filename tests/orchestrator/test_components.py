@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import subprocess
 import sys
@@ -12,12 +13,13 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from jaxrl_sync.batch.rollout import Episode
+from jaxrl_sync.batch.rollout import Episode, Reward
 from jaxrl_sync.orchestrator.config import SamplingConfig
 from jaxrl_sync.orchestrator.engines import Engine, EngineClient, EngineSet
-from jaxrl_sync.orchestrator.errors import DeadlineError, LoopError
+from jaxrl_sync.orchestrator.errors import DeadlineError, LoopError, PeerDiedError
 from jaxrl_sync.orchestrator.groups import OpenGroup
 from jaxrl_sync.orchestrator.logger import PeriodicLogger, percentile
 from jaxrl_sync.orchestrator.loop import supervise
@@ -26,6 +28,7 @@ from jaxrl_sync.orchestrator.rundir import MetricsFile, evals_done, read_rows
 from jaxrl_sync.orchestrator.signal import Signal
 from jaxrl_sync.orchestrator.source import Draw
 from jaxrl_sync.orchestrator.threads import CallPool, in_thread
+from jaxrl_sync.orchestrator.trainer_link import TrainerWatch
 from jaxrl_sync.tasks.registry import make_task
 from jaxrl_sync.transfer.version import Version
 
@@ -201,6 +204,7 @@ class _Script(EngineClient):
                     "logprobs": [-0.5] * len(tokens),
                     "versions": numbers,
                     "finish_reason": reason,
+                    "extras": {"entropy": [t / 8 for t in tokens]},
                 }
             )
         self.version += 1
@@ -218,7 +222,7 @@ def _play(
         group = OpenGroup(
             7, "train", Draw(0, 0, 0), 0, "e0", Version("a", 5), time.monotonic(), 30.0, ["running"] * size
         )
-        player = Player(task, client, CallPool(2), 5.0)
+        player = Player(lambda group: task, client, CallPool(2), 5.0)
         await player.play(
             group,
             engine,
@@ -237,6 +241,7 @@ def _play(
 @pytest.mark.invariant(9)
 @pytest.mark.invariant(10)
 @pytest.mark.invariant(42)
+@pytest.mark.invariant(44)
 def test_turns_go_on_with_the_whole_context_and_environment_tokens_are_masked() -> None:
     task = make_task("guess", {"max_turns": 3})
     uid = task.dataset("train", 0)[0]
@@ -255,6 +260,8 @@ def test_turns_go_on_with_the_whole_context_and_environment_tokens_are_masked() 
         flat = [int(t) for turn in episode.turns for t in (*turn.prompt, *turn.tokens)]
         assert flat[: len(prompt)] == prompt and flat[len(prompt) :].count(wrong[0]) == 2
         assert [list(t.prompt) for t in episode.turns[1:]] == [wrong, wrong]
+        sample = dataclasses.replace(episode, reward=Reward(1.0)).sample()
+        assert list(sample.extras["entropy"]) == list(np.where(sample.loss_mask, sample.tokens / 8, 0))
     seconds = [b for b in client.bodies if b["request_id"].startswith("train-0-v5.0.")]
     assert seconds[0]["prompt"] == [*prompt, *junk, *wrong]
     assert len({b["request_id"] for b in client.bodies}) == 5
@@ -264,6 +271,7 @@ def test_turns_go_on_with_the_whole_context_and_environment_tokens_are_masked() 
 @pytest.mark.invariant(9)
 @pytest.mark.invariant(10)
 @pytest.mark.invariant(41)
+@pytest.mark.invariant(44)
 def test_an_aborted_answer_is_resumed_with_what_is_left_of_its_budget() -> None:
     task = make_task("addition", {})
     client = _Script([([1, 2], "abort"), ([3], "abort"), ([4, 5, 6, 7], "length")])
@@ -275,6 +283,7 @@ def test_an_aborted_answer_is_resumed_with_what_is_left_of_its_budget() -> None:
     (turn,) = episodes[0].turns
     assert list(turn.tokens) == [1, 2, 3, 4, 5, 6, 7] and list(turn.versions) == [5, 5, 6, 7, 7, 7, 7]
     assert len(turn.tokens) == len(turn.logprobs) == len(turn.versions) <= 7
+    assert list(turn.extras["entropy"]) == [t / 8 for t in (1, 2, 3, 4, 5, 6, 7)]
 
 
 @pytest.mark.invariant(5)
@@ -314,3 +323,14 @@ def test_an_engine_that_comes_back_is_another_incarnation() -> None:
     assert lost == joined and lost[0].state == "gone" and again[0].version is None
     assert not engines.serving() and engines.lost == 1
     assert "e0 joining at None" in engines.describe()
+
+
+@pytest.mark.invariant(19)
+def test_a_trainer_that_leaves_the_directory_for_too_long_is_named_and_one_that_comes_back_is_not() -> None:
+    watch = TrainerWatch(5.0, ("trainer-0",))
+    for now, listed in [(0.0, ["trainer-0"]), (1.0, []), (5.9, []), (6.0, ["trainer-1", "trainer-0"])]:
+        watch.see(listed, now)
+    watch.see(["trainer-0"], 7.0)
+    watch.see(["trainer-0"], 11.9)
+    with pytest.raises(PeerDiedError, match="trainer process trainer-1 is gone: .* for 6 s"):
+        watch.see(["trainer-0"], 13.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 import time
 from pathlib import Path
 
@@ -17,8 +18,10 @@ from jaxrl_sync.orchestrator.config import loop_config
 from jaxrl_sync.orchestrator.errors import BarrenError
 from jaxrl_sync.orchestrator.source import DataSource
 from jaxrl_sync.tasks.registry import make_task
+from jaxrl_sync.transfer import auth
+from jaxrl_sync.transfer.hub.client import HubClient
 
-from .doubles import EngineDouble
+from .doubles import EngineDouble, hub
 from .harness import Running, context, world
 
 
@@ -160,6 +163,40 @@ def test_data_whose_last_prompt_fails_ends_the_run_at_the_last_published_version
         assert [e.version.number for e in engines if e.version] == [0, 0]
 
 
+@pytest.mark.invariant(55)
+def test_a_mix_of_tasks_is_trained_in_its_ratio_and_evaluated_task_by_task(tmp_path: Path) -> None:
+    args = {"size": 40, "max_new_tokens": 4}
+    mix = [
+        {"name": "faulty", "label": "even", "weight": 2.0, "args": {**args, "score_raises": "3,5,6,9"}},
+        {"name": "addition", "weight": 1.0},
+    ]
+    with world(tmp_path) as (url, engines, trainer):
+        case = context(tmp_path, url, task={"name": "", "args": {}, "mix": mix}, run={"steps": 12})
+        running = Running(case)
+        running.join(60)
+        assert len(trainer.frames) == 12
+        rows = [row["tasks"] for row in running.rows("step")]
+        trained = {
+            label: sum(row.get(label, {"groups": 0})["groups"] for row in rows)
+            for label in ("even", "addition")
+        }
+        assert sum(trained.values()) == 36 and abs(trained["even"] - 24) <= 6
+        shares = running.summary["tasks"]
+        assert {k: v["groups"] for k, v in shares.items()} == trained
+        assert shares["even"]["weight"] == pytest.approx(2 / 3)
+        assert all("digits" in row["addition"]["components"] for row in rows if "addition" in row)
+        assert running.summary["flow"]["prompts_given_up"] > 0
+        for row in running.rows("eval"):
+            assert {label: score["samples"] for label, score in row["tasks"].items()} == {
+                "even": 3,
+                "addition": 4,
+            }
+            assert row["samples"] == 7 and row["missing"] == 1, "an item whose score raises is missing"
+        prompts = {tuple(r["prompt"]) for e in engines for r in e.requests}
+        assert len({len(p) for p in prompts}) > 1
+        assert [row["label"] for row in trainer.frames[-1].header.cursor["mix"]] == ["even", "addition"]
+
+
 def test_an_empty_data_set_is_one_clear_error(tmp_path: Path) -> None:
     with world(tmp_path) as (url, _, _trainer):
         running = Running(context(tmp_path, url, task={"args": {"size": 0}}))
@@ -193,6 +230,36 @@ def test_a_trainer_that_freezes_ends_the_run_by_name(tmp_path: Path) -> None:
         assert running.error is not None and "trainer" in str(running.error)
         assert running.exit_code == 4
         trainer.freeze.clear()
+
+
+@pytest.mark.invariant(19)
+def test_a_trainer_that_dies_after_its_last_step_ends_the_run_by_name(tmp_path: Path) -> None:
+    with world(tmp_path) as (url, engines, trainer):
+        running = Running(context(tmp_path, url, loop={"trainer_wait_s": 0.5}))
+        while len(trainer.frames) < 5:
+            time.sleep(0.01)
+        for engine in engines:
+            engine.behaviour.eval_s = 60.0  # the last evaluation, in which nobody needs the trainer
+        while running.progress().get("phase") != "finishing":
+            time.sleep(0.01)
+        trainer.kill()
+        assert running.ended_within(30)
+        assert "trainer process trainer-0 is gone" in str(running.error) and running.exit_code == 4
+
+
+@pytest.mark.invariant(19)
+def test_a_trainer_that_dies_while_it_starts_ends_the_wait_for_it_by_name(tmp_path: Path) -> None:
+    auth.create_token(tmp_path / "token")
+    with hub(tmp_path / "token", threading.Event()) as url, HubClient(url, tmp_path / "token") as client:
+        lease = client.register("trainer", "trainer-0", ttl_s=1.0)
+        patient = {"start_timeout_s": 600.0}
+        running = Running(context(tmp_path, url, loop={"trainer_wait_s": 0.5}, run=patient))
+        client.wait_members("orchestrator", 1, 20)
+        time.sleep(1.0)  # it looks at the directory five times a second
+        assert running.error is None
+        lease._closed.set()
+        assert running.ended_within(30)
+        assert "trainer process trainer-0 is gone" in str(running.error) and running.exit_code == 4
 
 
 @pytest.mark.invariant(18)

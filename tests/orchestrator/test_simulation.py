@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_sync.orchestrator.errors import BarrenError
+from jaxrl_sync.orchestrator.source import CursorError, DataSource, MixedSource
 
 from . import simulator as sim
 
@@ -273,3 +275,72 @@ def _ks_distance(a: list[float], b: list[float]) -> float:
             j += 1
         worst = max(worst, abs(i / len(a) - j / len(b)))
     return worst
+
+
+@pytest.mark.invariant(55)
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([1.0, 2.5, 7.0]), st.sampled_from([0.0, 0.3, 0.8])), min_size=2, max_size=3
+    ),
+    st.sampled_from(["wait", "drop"]),
+    st.floats(0.0, 0.3),
+    st.lists(st.floats(0, 100), max_size=2),
+    st.integers(0, 10_000),
+)
+def test_the_mix_of_tasks_that_is_trained_has_its_weights_whatever_is_filtered_lost_or_dropped(
+    parts: list[tuple[float, float]], policy: str, error: float, deaths: list[float], seed: int
+) -> None:
+    config = sim.loop_config(steps=60, stale_policy=policy, barren_cap=10_000, retry_cap=1)
+    weights, filtered = [w for w, _ in parts], tuple(f for _, f in parts)
+    faults = sim.Faults(
+        sample_error=error,
+        filtered_by_part=filtered,
+        failing_items=frozenset({3, 4, 7}),
+        engine_deaths_s=tuple(deaths),
+        late_completion=0.2,
+    )
+    simulation = sim.Simulation(config, seed=seed, faults=faults, train_s=0.5, mix=weights)
+    outcome = simulation.run()
+    assert outcome.ended
+    trained, total, book = sim.mix_of(outcome), 60 * 4, simulation.book
+    waiting = len(book.queue) + len(book.retries) + sum(g.kind == "train" for g in book.open.values())
+    for part, weight in enumerate(weights):
+        wanted = weight / sum(weights) * total
+        assert abs(trained[part] - wanted) <= waiting + len(weights) + 8, (trained, weights, waiting)
+    positions = [g.draw.position for batch in outcome.batches for g in batch]
+    assert len(set(positions)) == total, "prompts of different tasks never share a position"
+
+
+@pytest.mark.invariant(55)
+@pytest.mark.invariant(58)
+def test_a_mix_resumes_with_its_ratio_and_every_task_goes_on_at_its_own_cursor() -> None:
+    config = sim.loop_config(steps=40, seed=3)
+    mix, faults = [1.0, 3.0], sim.Faults(filtered_by_part=(0.7, 0.0))
+    whole = sim.Simulation(config, seed=5, faults=faults, mix=mix).run()
+    half = whole.cursors[19]
+    second = sim.Simulation(config, seed=6, faults=faults, mix=mix, start=20, cursor=half)
+    after = second.run()
+    seen = [[g.draw.position for b in batches for g in b] for batches in (whole.batches[:20], after.batches)]
+    assert not set(seen[0]) & set(seen[1]) and len(seen[1]) == 80
+    trained = sim.mix_of(after) + Counter(p % 2 for p in seen[0])
+    assert abs(trained[0] - 40) <= 4 and abs(trained[1] - 120) <= 4
+    assert [row["trained"] for row in second.source.cursor()["mix"]] == [trained[0], trained[1]]
+    with pytest.raises(CursorError, match=r"is of \['task-0', 'task-1'\], this run has the mix \['task-0',"):
+        sim.Simulation(config, seed=6, mix=[1.0, 1.0, 1.0], cursor=half)
+    with pytest.raises(CursorError, match="seed=None"):
+        sim.Simulation(config, seed=6, cursor=half)
+    with pytest.raises(CursorError, match="is of one task"):
+        sim.Simulation(config, seed=6, mix=mix, cursor=DataSource(None, 3).cursor())
+
+
+@pytest.mark.invariant(55)
+def test_a_task_whose_data_has_ended_leaves_the_mix_to_the_others() -> None:
+    source = MixedSource.make(["a", "b", "c"], [4.0, 1.0, 1.0], [3, None, 2], 0, epochs=1)
+    parts = [draw.part for draw in (source.draw() for _ in range(12)) if draw is not None]
+    assert parts[:6] == [0, 0, 0, 1, 2, 1] and parts.count(0) == 3 and parts.count(2) == 2
+    assert parts.count(1) == 7 and not source.exhausted
+    whole = MixedSource.make(["a", "b"], [1.0, 2.0], [2, 3], 0, epochs=1)
+    draws = [whole.draw() for _ in range(6)]
+    assert draws[5] is None and whole.exhausted
+    assert all(d == whole.at(d.position) for d in draws if d is not None)

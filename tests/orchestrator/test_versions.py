@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxrl_sync.batch.pack import unpack
@@ -148,10 +149,13 @@ def test_a_slow_trainer_fills_the_queue_to_its_bound_and_no_further(tmp_path: Pa
 @pytest.mark.invariant(10)
 @pytest.mark.invariant(33)
 @pytest.mark.invariant(41)
+@pytest.mark.invariant(44)
 def test_pausing_with_abort_resumes_every_rollout_on_the_new_weights(tmp_path: Path) -> None:
+    extras: dict[str, Any] = {"entropy": lambda token: token + 0.25, "choice": lambda token: 7 * token}
     with world(tmp_path, train_s=0.05) as (url, engines, trainer):
         for engine in engines:
             engine.behaviour.token_s, engine.behaviour.tokens = 0.03, 6
+            engine.behaviour.extras = extras
         sampling = {"sampling": {"max_tokens": 6}}
         running = Running(
             context(tmp_path, url, run={"steps": 8}, loop=sampling, sync={"pause_mode": "abort"})
@@ -170,6 +174,11 @@ def test_pausing_with_abort_resumes_every_rollout_on_the_new_weights(tmp_path: P
             for segment in unpack(frame.fields):
                 versions = segment["versions"][segment["loss_mask"]]
                 assert len(versions) <= 6 and (versions[1:] >= versions[:-1]).all()
+                for name, of_token in extras.items():  # resumed, packed and framed: still at their tokens
+                    wanted = np.where(segment["loss_mask"], of_token(segment["tokens"]), 0)
+                    assert np.array_equal(segment[name], wanted), name
+        assert trainer.frames[0].fields["choice"].dtype == np.int32
+        assert all(r["extras"].keys() == extras.keys() for r in running.rows("step"))
         assert running.summary["multi_version_fraction"] > 0
         assert running.summary["flow"]["train"]["cancelled"] == 0
 

@@ -24,6 +24,13 @@ def test_every_tensor_has_its_place() -> None:
     assert data_rank(mesh, 8) == (0, 1)
 
 
+def test_key_and_value_heads_that_are_fewer_than_devices_are_whole_on_each() -> None:
+    mesh = axes.make_mesh(MeshConfig(1, 1, 8))
+    where = axes.param_shardings(MODEL, mesh)["layers"]["attn"]
+    assert where["q_proj"]["kernel"].spec == P(None, "fsdp", "tp", None)
+    assert where["k_proj"]["kernel"].spec == where["v_proj"]["kernel"].spec == P(None, "fsdp", None, None)
+
+
 def test_two_logical_axes_on_one_mesh_axis_are_an_error() -> None:
     rules = axes.RULES | {"embed": "tp"}
     with pytest.raises(TrainerConfigError, match="'heads' .* both land on mesh axis 'tp'"):
@@ -34,9 +41,9 @@ def test_two_logical_axes_on_one_mesh_axis_are_an_error() -> None:
 
 def test_a_dimension_that_does_not_divide_is_an_error() -> None:
     mesh = axes.make_mesh(MeshConfig(1, 1, 4), jax.devices()[:4])
-    model = dataclasses.replace(MODEL, num_kv_heads=2)
+    model = dataclasses.replace(MODEL, num_heads=12, num_kv_heads=6)
     message = (
-        r"layers/attn/k_proj/kernel: dimension 2 of \(2, 16, 2, 4\) has 2 elements, expected a multiple of 4"
+        r"layers/attn/k_proj/kernel: dimension 2 of \(2, 16, 6, 4\) has 6 elements, expected a multiple of 4"
     )
     with pytest.raises(TrainerConfigError, match=message):
         axes.param_shardings(model, mesh)

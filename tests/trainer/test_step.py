@@ -65,7 +65,7 @@ def test_an_update_does_not_depend_on_the_split_into_micro_batches_and_packing(p
 @pytest.mark.invariant(46)
 @pytest.mark.parametrize(
     ("dp", "fsdp", "tp"),
-    [(1, 4, 1), (1, 2, 2), (1, 1, 4), pytest.param(2, 2, 2, marks=pytest.mark.slow)],
+    [(1, 4, 1), (1, 2, 2), (1, 1, 8), pytest.param(2, 2, 2, marks=pytest.mark.slow)],
     ids=lambda n: str(n),
 )
 def test_every_mesh_gives_the_same_update(plain: Any, dp: int, fsdp: int, tp: int) -> None:
@@ -149,3 +149,25 @@ def test_a_rehearsal_leaves_no_trace_and_training_compiles_nothing_more() -> Non
     empty = dataclasses.replace(empty, header=dataclasses.replace(empty.header, num_valid_tokens=0))
     with pytest.raises(BatchError, match="num_valid_tokens=0"):
         trainer.train(empty)
+
+
+@pytest.mark.invariant(44)
+def test_extras_reach_the_micro_batches_and_compile_nothing_more() -> None:
+    trainer = _trainer(LossConfig(correction="clip"), extras=("entropy",))
+    trainer.warm_up()
+    items = [dataclasses.replace(s, extras={"entropy": s.logprobs * -2}) for s in samples(30)]
+    seen: list[Any] = []
+    accumulate = trainer.step.accumulate
+
+    def watch(params: Any, accumulator: Any, micro: Any) -> Any:
+        seen.append(host(micro))
+        return accumulate(params, accumulator, micro)
+
+    trainer.step = dataclasses.replace(trainer.step, accumulate=watch)
+    trainer.train(frame(packed(items), 1))
+    assert len(seen) > 1 and accumulate._cache_size() == 1
+    for micro in seen:
+        assert micro["entropy"].dtype == np.float32 and micro["entropy"].any()
+        assert np.array_equal(micro["entropy"], micro["rollout_logprobs"] * -2)
+    with pytest.raises(BatchError, match="batch of step 2 has no field 'entropy', expected tokens, "):
+        trainer.train(frame(packed(samples(4)), 2))

@@ -77,16 +77,16 @@ class TrainerWorld:
         self._logs = [run_dir / f"trainer-{rank}.log" for rank in range(self.size)]
 
     def members(self) -> list[Member]:
-        """The registered ranks, once all have; fails early if one of them died."""
+        """The ranks, once all take batches; fails early if one of them died."""
         with HubClient(self.hub_url, self.token_file) as hub:
             deadline = time.monotonic() + DEADLINE_S
             while time.monotonic() < deadline:
-                found = hub.members("trainer")
+                found = [m for m in hub.members("trainer") if "data_url" in m.info]
                 if len(found) == self.size:
                     return found
                 assert all(p.poll() is None for p in self.processes), self.log()
                 time.sleep(0.2)
-        raise AssertionError(f"trainer ranks did not register:\n{self.log()}")
+        raise AssertionError(f"trainer ranks did not get ready:\n{self.log()}")
 
     @contextlib.contextmanager
     def senders(self) -> Iterator[list[BatchSender]]:
