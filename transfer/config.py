@@ -15,7 +15,8 @@ class PublisherConfig:
     """Settings of one publisher process.
 
     ``host`` is where it listens for subscribers (loopback unless the network is trusted), ``threads`` packs
-    one edge, ``keep_versions`` counts the published versions whose export buffers stay for late joiners.
+    one edge, ``placed_run_bytes`` is the shortest contiguous run of a slot that tcp reads straight into it,
+    ``keep_versions`` counts the published versions whose export buffers stay for late joiners.
     """
 
     model: str = "policy"
@@ -26,6 +27,7 @@ class PublisherConfig:
     keep_versions: int = 1
     verify: bool = True
     chunk_bytes: int = 1 << 20
+    placed_run_bytes: int = 16 << 10
     timeout_s: float = 60.0
     handshake_timeout_s: float = 10.0
     hub_timeout_s: float = 60.0
@@ -36,6 +38,8 @@ class PublisherConfig:
         _check_common(self.transport, self.threads, self.timeout_s)
         if self.keep_versions < 1:
             raise ValueError(f"keep_versions={self.keep_versions}, expected at least 1")
+        if self.placed_run_bytes < 0:
+            raise ValueError(f"placed_run_bytes={self.placed_run_bytes}, expected at least 0")
         if not 4096 <= self.chunk_bytes <= 64 << 20:
             raise ValueError(f"chunk_bytes={self.chunk_bytes}, expected 4096 to 64 MiB")
 

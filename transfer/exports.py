@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 
 from jaxrl_sync.sharding import Correspondence
+from jaxrl_sync.transfer.transports.pinned import Pinned
 from jaxrl_sync.transfer.version import Version
 
-Shards = dict[tuple[int, str], npt.NDArray[Any]]
+Shards = Pinned
 
 
 @functools.lru_cache(maxsize=8)
@@ -51,11 +51,13 @@ def snapshot(tree: Any) -> Any:
 
 def shards_of(exported: dict[str, jax.Array]) -> Shards:
     """(device, path) -> the shard's elements on the host; on CPU a view, without a copy."""
-    return {
-        (shard.device.id, path): np.ascontiguousarray(np.asarray(shard.data))
-        for path, array in exported.items()
-        for shard in array.addressable_shards
-    }
+    return Pinned(
+        {
+            (shard.device.id, path): np.ascontiguousarray(np.asarray(shard.data))
+            for path, array in exported.items()
+            for shard in array.addressable_shards
+        }
+    )
 
 
 @dataclasses.dataclass(eq=False)

@@ -15,6 +15,7 @@ from jaxrl_sync.transfer.hub.client import Member
 from jaxrl_sync.transfer.hub.state import version_json
 from jaxrl_sync.transfer.memory import SharedMemory
 from jaxrl_sync.transfer.outbound import keep_alive
+from jaxrl_sync.transfer.placement import FULL, Terms
 from jaxrl_sync.transfer.receiving import Offer
 from jaxrl_sync.transfer.slots import Slot
 from jaxrl_sync.transfer.transports.base import remaining
@@ -131,36 +132,38 @@ class Inbound:
             "transport": transport,
             "segments": [m.describe() for m in memories],
             "verbs": verbs.describe() if verbs is not None else None,
+            "payloads": [FULL],
             "verbs_port": transport == "auto" and has_port(self._config.verbs),
         }
         opened = self._ask(message, "opened", self._config.hub_timeout_s)
-        if opened.get("transport") == "shm":
+        self.terms = terms = Terms.from_json(opened.get("terms"))
+        if terms.transport == "shm":
             answer = bytes.fromhex(str(opened.get("answer")))
             if memories and memories[0].answered_with(answer):
-                logger.info("edge from %s: shm (%s)", self.peer, opened.get("reason"))
+                logger.info("edge from %s: shm (%s)", self.peer, terms.reason)
                 return ShmReceiver()
             if transport == "shm":
                 raise TransferError(
                     f"{self.peer} wrote its nonce into other memory than ours: shm can't be used"
                 )
             return self._open("tcp", slots)
-        if opened.get("transport") == "verbs" and transport == "auto":
+        if terms.transport == "verbs" and transport == "auto":
             return self._open_verbs_or_tcp(slots)
-        if opened.get("transport") == "verbs" and verbs is not None:
+        if terms.transport == "verbs" and verbs is not None:
             verbs.connect(opened.get("verbs"))
-            logger.info("edge from %s: verbs (%s, %s)", self.peer, opened.get("reason"), verbs.reason)
+            logger.info("edge from %s: verbs (%s, %s)", self.peer, terms.reason, verbs.reason)
             return verbs
-        if opened.get("transport") != "tcp":
-            raise ProtocolError(f"{self.peer} chose transport {opened.get('transport')!r}, which we can't")
-        logger.info("edge from %s: tcp (%s)", self.peer, opened.get("reason"))
-        return self._open_lanes(int(opened["chunk_bytes"]))
+        if terms.transport != "tcp":
+            raise ProtocolError(f"{self.peer} chose transport {terms.transport!r}, which isn't offered here")
+        logger.info("edge from %s: tcp (%s)", self.peer, terms.reason)
+        return self._open_lanes(terms)
 
-    def _open_lanes(self, chunk_bytes: int) -> TcpReceiver:
-        count = min(self._config.connections, max(1, -(-self.edge.total_bytes // chunk_bytes)))
-        for index in range(1, count):
+    def _open_lanes(self, terms: Terms) -> TcpReceiver:
+        count = min(self._config.connections, max(1, -(-self.edge.total_bytes // terms.chunk_bytes)))
+        for index in range(count):
             self._lanes.append(self._connect({"purpose": "lane", "link": self._link, "lane": index}))
         self._ask({"kind": "lanes", "count": count}, "lanes_ready", self._config.handshake_timeout_s)
-        return TcpReceiver(self.edge, [self._connection, *self._lanes], chunk_bytes)
+        return TcpReceiver(self.edge, self._lanes, terms)
 
     def _ask(self, message: dict[str, Any], expected: str, timeout_s: float) -> dict[str, Any]:
         self._connection.send(message, timeout_s=timeout_s)
@@ -200,6 +203,10 @@ class Inbound:
         self._expect(answer, "begin")
         if isinstance(self._receiver, TcpReceiver):
             self._receiver.expect(offer.round)
+        if answer.get("payload") not in self.terms.payloads:
+            raise ProtocolError(
+                f"{self.peer} sends payload {answer.get('payload')!r}, agreed on {self.terms.payloads}"
+            )
         self._receiver.receive(slot.views, deadline)
         done = self._next(offer, deadline)
         self._expect(done, "done")

@@ -14,6 +14,7 @@ from jaxrl_sync.sharding.digests import copies_digest
 from jaxrl_sync.transfer.errors import DeadlineError, MismatchError, PeerLost, ProtocolError, TransferError
 from jaxrl_sync.transfer.hub.state import version_json, version_of
 from jaxrl_sync.transfer.outcome import RankKey, RankOutcome
+from jaxrl_sync.transfer.placement import ALL_PLACED, ALL_STAGED, FULL, Terms
 from jaxrl_sync.transfer.transports.base import Sender
 from jaxrl_sync.transfer.transports.shm import ShmSender
 from jaxrl_sync.transfer.transports.tcp import TcpSender
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 LANES_TIMEOUT_S = 10.0
 MAX_LANES = 64
+PAYLOADS = (FULL,)
 
 logger = logging.getLogger("jaxrl_sync.transfer")
 
@@ -59,6 +61,7 @@ class Outbound:
         self._lanes: dict[int, Connection] = {}
         self._lanes_changed = threading.Condition()
         self._edge: Edge | None = None
+        self.terms: Terms | None = None
         self._pairing: Pairing | None = None
         self._sender: Sender | None = None
         self._sent: dict[str, RankOutcome] = {}
@@ -71,8 +74,8 @@ class Outbound:
     def add_lane(self, connection: Connection, index: object) -> None:
         """Another connection of the same subscriber for chunks; lanes may be proven in any order."""
         with self._lanes_changed:
-            if not isinstance(index, int) or index in self._lanes or not 0 < index <= MAX_LANES:
-                raise ProtocolError(f"lane {index!r}, expected another one from 1 to {MAX_LANES}")
+            if not isinstance(index, int) or index in self._lanes or not 0 <= index < MAX_LANES:
+                raise ProtocolError(f"lane {index!r}, expected another one from 0 to {MAX_LANES - 1}")
             if self._connection.closed:
                 raise PeerLost(f"a lane of the link {self.link}, which was closed")
             self._lanes[index] = connection
@@ -146,7 +149,9 @@ class Outbound:
         if len(wanted) > 1:
             raise MismatchError(f"publisher and subscriber ask for different transports: {sorted(wanted)}")
         choice = wanted.pop() if wanted else "auto"
-        opened = {"kind": "opened", "chunk_bytes": config.chunk_bytes, "answer": ""}
+        opened: dict[str, Any] = {"kind": "opened", "answer": ""}
+        theirs = message.get("payloads")
+        payloads = tuple(k for k in PAYLOADS if isinstance(theirs, list) and k in theirs)
         reasons = []
         for name, attempt in (("shm", self._try_shm), ("verbs", self._try_verbs)):
             if choice not in (name, "auto"):
@@ -160,9 +165,11 @@ class Outbound:
                 reasons.append(str(error))
         else:
             opened |= {"transport": "tcp", "reason": "; ".join(reasons) or "as configured"}
-        total, chosen, why = self._edge.total_bytes, opened["transport"], opened["reason"]
-        logger.info("edge to %s.%d: %s (%s), %d bytes", *self.key, chosen, why, total)
-        return opened
+        chosen, why = opened.pop("transport"), opened.pop("reason")
+        border = {"shm": ALL_PLACED, "tcp": config.placed_run_bytes}.get(chosen, ALL_STAGED)
+        self.terms = Terms(chosen, why, border, config.chunk_bytes, payloads)
+        logger.info("edge to %s.%d: %s (%s), %d bytes", *self.key, chosen, why, self._edge.total_bytes)
+        return opened | {"terms": self.terms.to_json()}
 
     def _try_shm(self, message: dict[str, Any], slot: SlotLayout) -> dict[str, Any]:
         assert self._edge is not None
@@ -199,17 +206,17 @@ class Outbound:
     def _use_lanes(self, message: dict[str, Any]) -> dict[str, Any]:
         """All connections of a tcp edge are there: make its sender."""
         count = message.get("count")
-        if self._edge is None or not isinstance(count, int) or not 0 < count <= MAX_LANES + 1:
+        if self._edge is None or not isinstance(count, int) or not 0 < count <= MAX_LANES:
             raise ProtocolError(f"{self._connection.peer} says {count!r} lanes, or before the link is open")
-        wanted = range(1, count)
+        wanted = range(count)
         with self._lanes_changed:
             if not self._lanes_changed.wait_for(
                 lambda: all(i in self._lanes for i in wanted), LANES_TIMEOUT_S
             ):
-                found = len(self._lanes) + 1
-                raise DeadlineError(f"{found} of {count} connections after {LANES_TIMEOUT_S:g} s")
-            lanes = [self._connection, *(self._lanes[i] for i in wanted)]
-        self._use(TcpSender(self._edge, lanes, self._publisher.config.chunk_bytes))
+                raise DeadlineError(f"{len(self._lanes)} of {count} connections after {LANES_TIMEOUT_S:g} s")
+            lanes = [self._lanes[i] for i in wanted]
+        assert self.terms is not None
+        self._use(TcpSender(self._edge, lanes, self.terms))
         return {"kind": "lanes_ready"}
 
     def _serve(self, ready: dict[str, Any]) -> None:
@@ -227,7 +234,7 @@ class Outbound:
         deadline = time.monotonic() + min(
             limit_s if isinstance(limit_s, (int, float)) else 60.0, config.timeout_s
         )
-        self._say({"kind": "begin", "round": round_id})
+        self._say({"kind": "begin", "round": round_id, "payload": FULL})
         start = time.monotonic()
         self._sender.send(ready, sources, deadline)
         wire_s = time.monotonic() - start

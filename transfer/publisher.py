@@ -204,6 +204,7 @@ class Publisher:
             try:
                 self._announce(ticket.version)
                 ticket.announced()
+                self._look_up(ticket.version)
             except TransferError as error:
                 newest = self._last
                 if _regress(error) and newest is not None and newest.follows(ticket.version):
@@ -212,6 +213,15 @@ class Publisher:
                 if not self.closing:
                     logger.error("version %s isn't announced: %s", ticket.version, error)
                 ticket.fail(error)
+
+    def _look_up(self, version: Version) -> None:
+        """While the word spreads: find the shards that will be asked for."""
+        with self._lock:
+            held = next((h for h in self._held if h.version == version), None)
+            kinds = dict(self._kinds)
+        for kind, correspondence in kinds.items():
+            if held is not None:
+                held.shards(kind, correspondence)
 
     def _announce(self, version: Version) -> None:
         body = {

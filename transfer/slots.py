@@ -7,19 +7,22 @@ alias (an accelerator), the slot is staging memory and ``fill_devices`` puts its
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from typing import Any
 
 import jax
 import numpy as np
-import numpy.typing as npt
 
 from jaxrl_sync.sharding import Layout, SlotLayout
 from jaxrl_sync.sharding.paths import leaves_by_path, nested
 from jaxrl_sync.transfer.errors import MismatchError
 from jaxrl_sync.transfer.memory import PrivateMemory, SharedMemory
+from jaxrl_sync.transfer.transports.pinned import Pinned
 
-Views = dict[tuple[int, str], npt.NDArray[Any]]
+Views = Pinned
+
+_generations = itertools.count(1)
 
 logger = logging.getLogger("jaxrl_sync.transfer")
 
@@ -52,12 +55,18 @@ class Target:
 
 
 class Slot:
-    """Memory for one version with the arrays over it. ``close()`` gives both up."""
+    """Memory for one version with the arrays over it. ``close()`` gives both up.
+
+    ``generation`` is another one for every piece of memory: what is made once per slot is kept under it.
+    ``layout`` says where each shard lies.
+    """
 
     def __init__(self, target: Target, memory: SharedMemory | PrivateMemory) -> None:
+        self.generation = next(_generations)
+        self.layout = target.slot
         self.memory = memory
         self.constants_of = ""
-        self.views: Views = target.slot.views(memory.data)
+        self.views: Views = Pinned(target.slot.views(memory.data))
         self._target = target
         arrays = _put(target, self.views, may_alias=True)
         self.aliased = _aliases(arrays, self.views)
@@ -76,7 +85,7 @@ class Slot:
     def close(self) -> None:
         """Drop the arrays and the memory; who still holds the tree keeps its mapping alive."""
         self._tree = None
-        self.views = {}
+        self.views = Pinned({})
         self.memory.close()
 
 

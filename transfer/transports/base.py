@@ -2,8 +2,10 @@
 
 A link is one authenticated connection between a publisher process and a subscriber process; one edge of the
 plan belongs to it. Per round the subscriber says ``ready`` (with what ``Receiver.ready`` adds), the publisher
-answers ``begin`` or ``refused``, the transport moves the bytes, and the publisher confirms with ``done``:
-from then on it won't write again before the next ``ready``. A slot without confirmation is quarantined.
+answers ``begin`` (with the payload kind that it chose among those of the link's terms) or ``refused``, the
+transport moves the bytes, and the publisher confirms with ``done``: from then on it won't write again before
+the next ``ready``. A slot without confirmation is quarantined: the link is closed, which fences (sockets and
+queue pairs are gone) and the slot gets new memory.
 ``sums`` follows: the keyed sums of what it read, which the subscriber compares with a recount of its slot.
 """
 
@@ -17,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 Shards = Mapping[tuple[int, str], npt.NDArray[np.generic]]
+"""(device, path) -> one shard; `transports.pinned.Pinned` where shards stay in place between rounds."""
 
 
 class Sender(Protocol):
@@ -47,7 +50,7 @@ class Receiver(Protocol):
         """Take in the edge's bytes (nothing to do where the sender writes the slot itself)."""
 
     def close(self) -> None:
-        """Close lanes; idempotent."""
+        """Close lanes; idempotent. Nothing arrives through this edge afterwards."""
 
 
 def remaining(deadline: float) -> float:

@@ -10,8 +10,9 @@ from jaxrl_sync.sharding import Copy, CopyTable, Edge, SlotLayout
 from jaxrl_sync.transfer.errors import DeadlineError, TransferError
 from jaxrl_sync.transfer.memory import ForeignMemory
 from jaxrl_sync.transfer.transports.base import Shards
+from jaxrl_sync.transfer.transports.pinned import Pinned, Table
 
-PIECES = 8
+PIECES = 4
 """A send looks at its deadline this often: each look costs the threads a meeting."""
 
 
@@ -21,11 +22,11 @@ class ShmSender:
     name = "shm"
 
     def __init__(self, edge: Edge, slot: SlotLayout, run_id: str, threads: int) -> None:
-        self._pieces = [CopyTable.direct(copies) for copies in _pieces(edge.copies)]
+        self._pieces = [Table(CopyTable.direct(copies)) for copies in _pieces(edge.copies)]
         self._slot = slot
         self._run_id = run_id
         self._threads = threads
-        self._open: dict[str, tuple[ForeignMemory, Shards]] = {}
+        self._open: dict[str, tuple[ForeignMemory, Pinned]] = {}
 
     def map(self, segment: dict[str, Any]) -> ForeignMemory:
         """Open a segment as ``SharedMemory.describe`` says, or find it open. TransferError."""
@@ -35,7 +36,7 @@ class ShmSender:
             raise TransferError(f"segment {name!r} of {nbytes!r} bytes, expected {wanted}")
         if name not in self._open:
             memory = ForeignMemory(name, nonce, wanted, self._run_id)
-            self._open[name] = memory, self._slot.views(memory.data)
+            self._open[name] = memory, Pinned(self._slot.views(memory.data))
         return self._open[name][0]
 
     def send(self, ready: dict[str, Any], sources: Shards, deadline: float) -> None:
@@ -48,14 +49,15 @@ class ShmSender:
         for name in [n for n in self._open if n not in live and n != segment["name"]]:
             self._forget(name)
         views = self._open[segment["name"]][1]
+        pinned = sources if isinstance(sources, Pinned) else Pinned(dict(sources))
         for piece in self._pieces:
-            self._copy(piece, sources, views, deadline)
+            self._copy(piece, pinned, views, deadline)
 
-    def _copy(self, piece: CopyTable, sources: Shards, views: Shards, deadline: float) -> None:
+    def _copy(self, piece: Table, sources: Pinned, views: Pinned, deadline: float) -> None:
         """One piece; a sender that stood still past its round's end goes no further."""
         if time.monotonic() > deadline:
             raise DeadlineError("the round ended before all bytes were copied into shared memory")
-        piece.execute(sources, views, threads=self._threads)
+        piece.run(sources, views, self._threads)
 
     def _forget(self, name: str) -> None:
         memory, views = self._open.pop(name)

@@ -1,0 +1,52 @@
+"""Ray's object store: an actor puts the bytes, another gets and copies them: JSON line of seconds."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import ray
+
+
+@ray.remote(num_cpus=0)
+class Holder:
+    """One side, with its own touched buffer."""
+
+    def __init__(self, size: int) -> None:
+        self.buffer = np.ones(size, np.uint8)
+
+    def put(self) -> Any:
+        """The bytes as an object."""
+        return [ray.put(self.buffer)]
+
+    def take(self, refs: Any) -> bool:
+        """Into our buffer: weights must outlive the object."""
+        np.copyto(self.buffer, ray.get(refs[0]))
+        return True
+
+
+def main() -> None:
+    """One warm-up, then the repeats."""
+    options = json.loads(sys.argv[1])
+    size = options["bytes"]
+    ray.init(
+        num_cpus=2, include_dashboard=False, object_store_memory=3 * size + (64 << 20),
+        logging_level="ERROR", log_to_driver=False,
+    )  # fmt: skip
+    sender, receiver = Holder.remote(size), Holder.remote(size)
+    seconds = []
+    for _ in range(options["repeats"] + 2):
+        start = time.monotonic()
+        refs = ray.get(sender.put.remote())
+        ray.get(receiver.take.remote(refs))
+        seconds.append(time.monotonic() - start)
+        del refs
+    print(json.dumps({"seconds": seconds[2:], "version": ray.__version__}), flush=True)
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
