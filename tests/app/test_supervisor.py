@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,27 @@ def supervise(run_dir: Path, specs: list[WorkerSpec], shm_prefix: str = "", **ch
     return outcome
 
 
+def when_up(run_dir: Path, action: Callable[[], object]) -> None:
+    """Call ``action`` in a thread of its own once all four processes are up and have their handlers."""
+
+    def wait() -> None:
+        if _eventually(lambda: len(list((run_dir / "proc").glob("*.json"))) == 4):
+            action()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _eventually(there: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 60
+    while not there() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return there()
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def events(run_dir: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
 
@@ -40,9 +62,7 @@ def test_the_error_line_of_a_process_is_its_own_last_word_and_not_a_librarys() -
 
 
 def test_a_run_ends_well_when_the_orchestrator_is_done(tmp_path: Path) -> None:
-    begin = time.monotonic()
     assert supervise(tmp_path, run_of(tmp_path, orchestrator=DONE)) == Outcome(0)
-    assert time.monotonic() - begin < 6
     assert [e["process"] for e in events(tmp_path) if e["event"] == "start"] == [
         "hub",
         "trainer-0",
@@ -59,9 +79,11 @@ def test_trainer_death_ends_the_run_with_its_name(tmp_path: Path) -> None:
 
 
 def test_the_cause_is_the_one_that_died_first_not_the_orchestrator_that_noticed(tmp_path: Path) -> None:
-    trainer = "announce()\ntime.sleep(0.6)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    trainer = "announce()\nwhile not (run / 'noticed').exists():\n    time.sleep(0.02)\n"
+    trainer += "time.sleep(0.1)\nos.kill(os.getpid(), signal.SIGKILL)\n"
     notices = "announce()\nwhile not (run / 'proc' / 'trainer-0.json').exists():\n    time.sleep(0.02)\n"
-    notices += "time.sleep(0.5)\nprint('jaxrl-sync: error: no answer', flush=True)\nsys.exit(4)\n"
+    notices += "(run / 'noticed').touch()\n"
+    notices += "print('jaxrl-sync: error: no answer', flush=True)\nsys.exit(4)\n"
     outcome = supervise(tmp_path, run_of(tmp_path, trainer=trainer, orchestrator=notices))
     assert (outcome.code, outcome.cause.split(" was ")[0]) == (4, "trainer-0")
 
@@ -161,7 +183,7 @@ def test_a_hub_that_fails_at_once_ends_the_run_before_the_others_start(tmp_path:
 
 def test_interrupt_drains_the_orchestrator_first(tmp_path: Path) -> None:
     note = "announce()\nprogress(1)\nstop.wait()\nopen(run / 'order', 'a').write(name + '\\n')\n"
-    threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    when_up(tmp_path, interrupt)
     outcome = supervise(tmp_path, run_of(tmp_path, note, note, note, note))
     assert outcome == Outcome(130, "interrupted")
     order = (tmp_path / "order").read_text().split()
@@ -169,13 +191,17 @@ def test_interrupt_drains_the_orchestrator_first(tmp_path: Path) -> None:
 
 
 def test_a_second_interrupt_kills_all_at_once_whatever_stage_the_first_has_reached(tmp_path: Path) -> None:
-    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nannounce()\nprogress(1)\ntime.sleep(600)\n"
-    for after_s in (1.5, 2.5):
-        threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT)).start()
-    begin = time.monotonic()
-    outcome = supervise(tmp_path, run_of(tmp_path, deaf, deaf, deaf, deaf), grace_s=30.0)
+    deaf = "signal.signal(signal.SIGTERM, lambda *a: (run / 'asked').touch())\nannounce()\nprogress(1)\n"
+    deaf += "while True:\n    time.sleep(600)\n"
+
+    def twice() -> None:
+        interrupt()
+        if _eventually((tmp_path / "asked").exists):
+            interrupt()
+
+    when_up(tmp_path, twice)
+    outcome = supervise(tmp_path, run_of(tmp_path, deaf, deaf, deaf, deaf), grace_s=200.0)
     assert outcome == Outcome(130, "interrupted")
-    assert time.monotonic() - begin < 15
     kills = {e["process"]: e["detail"] for e in events(tmp_path) if e["event"] == "kill"}
     assert kills == dict.fromkeys(("orchestrator", "trainer-0", "engine-0", "hub"), "interrupted again")
 
@@ -183,18 +209,14 @@ def test_a_second_interrupt_kills_all_at_once_whatever_stage_the_first_has_reach
 def test_a_run_directory_that_vanishes_ends_the_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    threading.Timer(1.5, shutil.rmtree, (run_dir,), {"ignore_errors": True}).start()
-    begin = time.monotonic()
+    when_up(run_dir, lambda: shutil.rmtree(run_dir, ignore_errors=True))
     outcome = supervise(run_dir, run_of(run_dir, orchestrator=WAIT))
     assert outcome == Outcome(3, f"run directory {run_dir} was deleted or emptied in mid-run")
-    assert time.monotonic() - begin < 10
 
 
 def test_what_ignores_sigterm_is_killed_after_the_grace_time(tmp_path: Path) -> None:
     deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nannounce()\ntime.sleep(600)\n"
-    begin = time.monotonic()
     assert supervise(tmp_path, run_of(tmp_path, engine=deaf, orchestrator=DONE), grace_s=1.0).code == 0
-    assert time.monotonic() - begin < 8
     assert ("kill", "engine-0") in [(e["event"], e["process"]) for e in events(tmp_path)]
 
 
