@@ -191,6 +191,25 @@ def copies_digest(
     return {path: (int(sums[i, 0]), int(sums[i, 1])) for path, i in paths.items()}
 
 
+def entry_sums(
+    bits: npt.NDArray[Any], rows: npt.NDArray[np.int64], columns: npt.NDArray[np.int64], starts: Sequence[int]
+) -> U32:
+    """[len(starts), 2] sums of single elements: unsigned ``bits`` at global ``rows`` and ``columns``.
+
+    Sum k covers the entries from ``starts[k]`` (ascending, none empty) to the next start. The sums of new bits
+    less those of old bits are what a tensor's digest changes by. Modulo 2^32.
+    """
+    words = bits.astype(np.uint32)
+    if bits.dtype.itemsize == 8:
+        words = words + (bits >> np.uint64(32)).astype(np.uint32) * np.uint32(_GOLDEN)
+    sums = np.zeros((len(starts), 2), np.uint32)
+    with np.errstate(over="ignore"):
+        for k in range(2):
+            terms = words * _key(rows, _ROW_SEEDS[k]) * _key(columns, _COLUMN_SEEDS[k])
+            sums[:, k] = np.add.reduceat(terms, starts, dtype=np.uint32)
+    return sums
+
+
 def add_digests(*parts: Mapping[str, Digest]) -> dict[str, Digest]:
     """The sum per path modulo 2^32: digests of disjoint pieces become that of the whole."""
     total: dict[str, Digest] = {}

@@ -41,7 +41,8 @@ def ordered(bits: Bits) -> Bits:
     sign = (bits >> bits.dtype.type(width - 1)).astype(bits.dtype)
     top = bits.dtype.type(1 << (width - 1))
     with np.errstate(over="ignore"):
-        return np.bitwise_xor(bits, (bits.dtype.type(0) - sign) | top)
+        keys: Bits = bits ^ ((bits.dtype.type(0) - sign) | top)
+    return keys
 
 
 def unordered(keys: Bits) -> Bits:
@@ -50,7 +51,8 @@ def unordered(keys: Bits) -> Bits:
     positive = (keys >> keys.dtype.type(width - 1)).astype(keys.dtype)
     top = keys.dtype.type(1 << (width - 1))
     with np.errstate(over="ignore"):
-        return np.bitwise_xor(keys, (positive - keys.dtype.type(1)) | top)
+        bits: Bits = keys ^ ((positive - keys.dtype.type(1)) | top)
+    return bits
 
 
 def zigzag(new: Bits, old: Bits) -> Bits:
@@ -59,7 +61,8 @@ def zigzag(new: Bits, old: Bits) -> Bits:
     with np.errstate(over="ignore"):
         step = ordered(new) - ordered(old)
         negative = step >> kind(new.dtype.itemsize * 8 - 1)
-        return np.bitwise_xor(step << kind(1), kind(0) - negative)
+        codes: Bits = (step << kind(1)) ^ (kind(0) - negative)
+    return codes
 
 
 def unzigzag(codes: Bits, old: Bits) -> Bits:

@@ -1,0 +1,232 @@
+"""Chain and shadow against each other in one process: every version bit for bit, whatever is skipped or lost."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxrl_sync.sharding import CopyTable
+from jaxrl_sync.sharding.digests import copies_digest
+from jaxrl_sync.transfer.codec.choose import CodingRules
+from jaxrl_sync.transfer.codec.errors import CorruptFrame, FrameError, TruncatedFrame, WrongBase, WrongPlan
+from jaxrl_sync.transfer.payload.chain import Chain, compare, compare_numpy, union
+from jaxrl_sync.transfer.payload.sections import Section
+from jaxrl_sync.transfer.payload.settings import PayloadSettings
+from jaxrl_sync.transfer.payload.shadow import Shadow
+from jaxrl_sync.transfer.version import Version
+from tests.codec.deltas import DTYPES, adversarial
+from tests.payload.edges import Memory, Tree, edge, random_tree, shards, stepped
+
+EDGE, SLOT, SOURCE, TARGET = edge()
+PLAN = "ab" * 32
+RULES = [
+    CodingRules(),
+    CodingRules(values="auto"),
+    CodingRules(positions="rice", values="xor", zstd="on", whole=False),
+    CodingRules(positions="gap8", values="ulp", zstd="off", whole=False),
+    CodingRules(positions="bitmap", whole=False),
+]
+
+
+class Receiver:
+    """Two slots and a shadow, as a subscriber drives them."""
+
+    def __init__(self, recount_every: int = 4) -> None:
+        self.slots = [Memory(SLOT), Memory(SLOT)]
+        self.shadow = Shadow(PLAN, EDGE, SLOT, recount_every)
+        self.serving: Memory | None = None
+        self.installed: Version | None = None
+        self.anchors = 0
+
+    def free(self) -> Memory:
+        """The slot that doesn't serve."""
+        return next(s for s in self.slots if s is not self.serving)
+
+    def take(self, chain: Chain, version: Version, tree: Tree) -> None:
+        """One round, by frame where that is possible."""
+        sources, slot = shards(tree, SOURCE), self.free()
+        encoded = chain.frame(self.shadow.base(self.serving), version, sources)
+        if encoded is None:
+            chain.anchor(version, sources)
+            self.shadow.spoiled(slot)
+            CopyTable.direct(EDGE.copies).execute(sources, slot.views)
+            self.shadow.filled(slot, version, copies_digest(EDGE.copies, slot.views, "target"))
+            self.anchors += 1
+        else:
+            assert self.serving is not None
+            applied = self.shadow.apply(encoded.data, slot, self.serving, version)
+            found = applied.digests or self.shadow.recount(slot, 1)
+            assert found == encoded.digests == copies_digest(EDGE.copies, slot.views, "target")
+            self.shadow.verified(slot, version, found)
+
+    def swap(self, version: Version) -> None:
+        """The filled slot serves."""
+        self.serving, self.installed = self.free(), version
+
+    def holds(self, tree: Tree) -> bool:
+        """Whether the serving slot has every bit of the tree."""
+        assert self.serving is not None
+        wanted = shards(tree, TARGET)
+        return all(self.serving.views[k].tobytes() == v.tobytes() for k, v in wanted.items())
+
+
+def _chain(rules: CodingRules = RULES[0], history: int = 8) -> Chain:
+    return Chain(PLAN, EDGE, PayloadSettings("sparse", rules, history=history))
+
+
+@pytest.mark.invariant(39)
+@pytest.mark.parametrize("rules", RULES, ids=str)
+def test_versions_arrive_bit_for_bit_through_skips_restarts_and_late_joiners(rules: CodingRules) -> None:
+    rng, dice = np.random.default_rng(1), random.Random(1)
+    chain, tree = _chain(rules, history=3), random_tree(rng)
+    receivers = {i: Receiver() for i in range(3)}
+    lineage, number = "aaaaaaaaaaaa", 0
+    for _ in range(40):
+        number += 1
+        if dice.random() < 0.04:
+            lineage = f"{dice.getrandbits(48):012x}"
+        tree = stepped(tree, dice.choice([0.0, 0.001, 0.02, 0.3, 1.0]), rng)
+        version = Version(lineage, number)
+        for key, receiver in receivers.items():
+            if dice.random() < 0.4:
+                continue  # skips this one
+            if dice.random() < 0.05:
+                receiver = receivers[key] = Receiver()  # restarted, or joining late
+                chain.leave(key)
+            receiver.take(chain, version, tree)
+            if dice.random() < 0.1:
+                continue  # prepared, then given up
+            receiver.swap(version)
+            assert receiver.holds(tree)
+            if dice.random() < 0.7:
+                chain.confirm(key, version)  # else the acknowledgement is lost
+    assert sum(r.anchors for r in receivers.values()) < 40
+    assert chain.encoded > 12
+
+
+def test_equal_replicas_cost_one_encoding_and_one_baseline() -> None:
+    seen = []
+    for count in (1, 4, 16):
+        rng = np.random.default_rng(3)
+        chain, tree = _chain(), random_tree(rng)
+        receivers = [Receiver() for _ in range(count)]
+        for number in range(1, 7):
+            version = Version("aaaaaaaaaaaa", number)
+            tree = stepped(tree, 0.01, rng)
+            for key, receiver in enumerate(receivers):
+                receiver.take(chain, version, tree)
+                receiver.swap(version)
+                chain.confirm(key, version)
+                assert receiver.holds(tree)
+        seen.append((chain.encoded, chain.baseline_bytes, chain.step_bytes))
+    assert seen[0] == seen[1] == seen[2]
+    assert seen[0][0] == 5 and seen[0][1] == EDGE.total_bytes and seen[0][2] == 0
+
+
+def test_the_steady_state_copies_no_slot() -> None:
+    rng = np.random.default_rng(4)
+    chain, tree, receiver = _chain(), random_tree(rng), Receiver()
+    for number in range(1, 12):
+        tree = stepped(tree, 0.02, rng)
+        receiver.take(chain, Version("aaaaaaaaaaaa", number), tree)
+        receiver.swap(Version("aaaaaaaaaaaa", number))
+        assert receiver.holds(tree)
+    assert receiver.anchors == 1 and receiver.shadow.copied == 1
+
+
+def _ready() -> tuple[Receiver, Chain, Tree, Version]:
+    rng = np.random.default_rng(5)
+    chain, tree, receiver = _chain(CodingRules(values="xor")), random_tree(rng), Receiver()
+    for number in (1, 2, 3):
+        tree = stepped(tree, 0.05, rng)
+        receiver.take(chain, Version("aaaaaaaaaaaa", number), tree)
+        receiver.swap(Version("aaaaaaaaaaaa", number))
+    return receiver, chain, stepped(tree, 0.05, rng), Version("aaaaaaaaaaaa", 4)
+
+
+def _refused(receiver: Receiver, data: Any, version: Version, error: type[Exception]) -> None:
+    assert receiver.serving is not None
+    before = bytes(receiver.serving.data)
+    with pytest.raises(error):
+        receiver.shadow.apply(data, receiver.free(), receiver.serving, version)
+    assert bytes(receiver.serving.data) == before
+
+
+@pytest.mark.invariant(32)
+@pytest.mark.invariant(39)
+def test_bad_frames_are_refused_and_a_good_one_still_fits() -> None:
+    receiver, chain, tree, version = _ready()
+    base = receiver.shadow.base(receiver.serving)
+    encoded = chain.frame(base, version, shards(tree, SOURCE))
+    assert encoded is not None
+    flipped = bytearray(encoded.data)
+    flipped[len(flipped) // 2] ^= 4
+    _refused(receiver, encoded.data[:-5], version, TruncatedFrame)
+    _refused(receiver, flipped, version, CorruptFrame)
+    _refused(receiver, encoded.data, Version("aaaaaaaaaaaa", 5), WrongBase)
+    foreign = Chain("cd" * 32, EDGE, PayloadSettings("sparse"))
+    foreign.anchor(Version("aaaaaaaaaaaa", 3), shards(tree, SOURCE))
+    other = foreign.frame(Version("aaaaaaaaaaaa", 3), version, shards(tree, SOURCE))
+    assert other is not None
+    _refused(receiver, other.data, version, WrongPlan)
+    _refused(receiver, b"", version, FrameError)
+    receiver.take(chain, version, tree)
+    receiver.swap(version)
+    assert receiver.holds(tree)
+    _refused(receiver, encoded.data, version, WrongBase)  # replayed
+
+
+@pytest.mark.invariant(39)
+def test_frames_out_of_order_are_refused() -> None:
+    receiver, chain, tree, version = _ready()
+    later = stepped(tree, 0.1, np.random.default_rng(9))
+    base, after = receiver.shadow.base(receiver.serving), Version("aaaaaaaaaaaa", 5)
+    first = chain.frame(base, version, shards(tree, SOURCE))
+    second = chain.frame(version, after, shards(later, SOURCE))
+    assert first is not None and second is not None
+    _refused(receiver, second.data, after, WrongBase)
+    union_of_both = chain.frame(base, after, shards(later, SOURCE))
+    assert union_of_both is not None and receiver.serving is not None
+    receiver.shadow.apply(union_of_both.data, receiver.free(), receiver.serving, after)
+    receiver.swap(after)
+    assert receiver.holds(later)
+
+
+def test_an_apply_that_ended_half_way_is_done_over_on_known_bits() -> None:
+    receiver, chain, tree, version = _ready()
+    slot, serving = receiver.free(), receiver.serving
+    assert serving is not None
+    encoded = chain.frame(receiver.shadow.base(serving), version, shards(tree, SOURCE))
+    assert encoded is not None
+    receiver.shadow.apply(encoded.data, slot, serving, version)  # applied once, never verified
+    receiver.shadow.apply(encoded.data, slot, serving, version)  # XOR: twice on one slot would undo it
+    receiver.shadow.verified(slot, version, encoded.digests)
+    receiver.swap(version)
+    assert receiver.holds(tree)
+
+
+def test_doubt_asks_for_an_anchor() -> None:
+    receiver, chain, tree, version = _ready()
+    receiver.shadow.doubt = True
+    assert receiver.shadow.base(receiver.serving) is None
+    receiver.take(chain, version, tree)
+    assert receiver.anchors == 2 and receiver.shadow.base(receiver.free()) == version
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_compare_and_union_see_every_bit(name: str) -> None:
+    old, new = adversarial(DTYPES[name], 4000)
+    middle = old.copy()
+    middle[::3] = new[::3]
+    back = middle.copy()
+    back[::6] = old[::6]
+    for a, b in ((old, new), (old, middle), (middle, back), (old, old)):
+        for found, wanted in zip(compare(a, b), compare_numpy(a, b), strict=True):
+            np.testing.assert_array_equal(found, wanted)
+    section = Section(old.dtype.itemsize, old.size, 0, ())
+    joined = union([compare(old, middle), compare(middle, back), compare(back, new)], section)
+    for found, wanted in zip(joined, compare_numpy(old, new), strict=True):
+        np.testing.assert_array_equal(found, wanted)

@@ -1,0 +1,95 @@
+"""How payloads are chosen: by config, or from what full and sparse rounds of a link were seen to cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+from jaxrl_sync.transfer.codec.choose import CodingRules
+
+Payload = Literal["full", "sparse", "bitmap", "auto"]
+
+KINDS = ("full", "sparse", "bitmap", "auto")
+FRAME = "frame"
+"""The payload kind, beside ``full``, that both ends of a link can know."""
+
+RETRY = 16
+"""Versions after which ``auto`` looks again at a payload that had lost."""
+
+MEMORY_TRANSPORTS = ("shm",)
+"""Where a full copy runs at the speed of memory: comparing reads as much as copying does."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PayloadSettings:
+    """``kind`` of payload, codings that may be used, versions between anchors (0: only where one is needed).
+
+    ``history`` is the number of versions whose changes are kept for receivers that skip some.
+    """
+
+    kind: Payload = "full"
+    rules: CodingRules = CodingRules()
+    anchor_every: int = 0
+    history: int = 8
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"payload={self.kind!r}, expected one of {', '.join(KINDS)}")
+        if self.anchor_every < 0 or self.history < 1:
+            raise ValueError(
+                f"anchor_every={self.anchor_every}, history={self.history}, expected at least 0 and 1"
+            )
+
+    @property
+    def coding_rules(self) -> CodingRules:
+        """The rules with what the kind itself fixes."""
+        if self.kind == "bitmap":
+            return dataclasses.replace(self.rules, positions="bitmap", whole=False)
+        return self.rules
+
+    def frames_over(self, transport: str) -> bool:
+        """Whether frames may ever be sent over this transport: then a baseline is kept for it."""
+        return self.kind != "full" and not (self.kind == "auto" and transport in MEMORY_TRANSPORTS)
+
+
+class Seen:
+    """What rounds of one edge cost so far; every number is a running mean that forgets with 1/4 per round."""
+
+    def __init__(self) -> None:
+        self.rate_bytes_s = math.nan
+        self.frame_s = math.nan
+        self.full_s = math.nan
+        self._since = 0
+
+    def full(self, nbytes: int, wire_s: float) -> None:
+        """A full round: its time, and the rate of the link."""
+        self.full_s = _mean(self.full_s, wire_s)
+        if nbytes >= 1 << 16:
+            self.rate_bytes_s = _mean(self.rate_bytes_s, nbytes / max(wire_s, 1e-6))
+
+    def frame(self, nbytes: int, wire_s: float, coder_s: float) -> None:
+        """A round with a frame: comparing, coding, the wire, and applying it at the other end."""
+        self.frame_s = _mean(self.frame_s, wire_s + coder_s)
+        if nbytes >= 1 << 20:
+            self.rate_bytes_s = _mean(self.rate_bytes_s, nbytes / max(wire_s, 1e-6))
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second of the link; 1e9 before anything was measured."""
+        return 1e9 if math.isnan(self.rate_bytes_s) else self.rate_bytes_s
+
+    def frame_pays(self) -> bool:
+        """Whether a frame is expected to take less time than a full round; the loser is tried now and then."""
+        if math.isnan(self.frame_s) or math.isnan(self.full_s):
+            return True
+        self._since += 1
+        better = self.frame_s < self.full_s
+        if self._since >= RETRY:
+            self._since = 0
+            return not better
+        return better
+
+
+def _mean(old: float, new: float) -> float:
+    return new if math.isnan(old) else old + (new - old) / 4

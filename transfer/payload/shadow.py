@@ -1,0 +1,210 @@
+"""The receiver's side of frames on one edge: what each slot holds, and how a slot gets to the next version.
+
+A slot that is filled is one or more versions behind the one that serves. It catches up by the kept changes of
+the versions between, or where those don't reach, by a copy of this edge's part of the serving slot; then the
+frame is applied. Old bits are always those of exactly the frame's base, and each slot's content is known by
+version or not at all, so that XOR and ulp codings are applied once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+from jaxrl_sync.sharding import Copy, CopyTable, Edge, SlotLayout
+from jaxrl_sync.sharding.digests import add_digests, copies_digest
+from jaxrl_sync.transfer.codec import frame, values
+from jaxrl_sync.transfer.codec.bits import Bits
+from jaxrl_sync.transfer.payload.sections import (
+    Digests,
+    Index,
+    Places,
+    bits_of_memory,
+    sections_of,
+    slot_origin,
+    subtract_digests,
+)
+from jaxrl_sync.transfer.version import Version
+
+KEPT_SHARE = 4
+"""Kept changes take at most one part in this many of the edge's bytes."""
+
+
+class SlotLike(Protocol):
+    """What is needed of a slot: its memory, the arrays over it, and a number that no other memory has."""
+
+    memory: Any
+    views: dict[tuple[int, str], Any]
+    generation: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kept:
+    """Changes that were applied, per section: elements of the slot (None: all, packed) and their new bits."""
+
+    base: Version
+    version: Version
+    entries: tuple[tuple[Index | None, Bits], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that they take."""
+        return sum((0 if i is None else i.nbytes) + b.nbytes for i, b in self.entries)
+
+
+@dataclasses.dataclass(frozen=True)
+class Applied:
+    """What a frame brought: its keyed sums where they follow from the changes, the share of elements."""
+
+    digests: Digests | None
+    density: float
+    coding: str
+
+
+class Shadow:
+    """Contents of the slots as far as one edge goes. Used by one thread at a time."""
+
+    def __init__(self, plan: str, edge: Edge, slot: SlotLayout, recount_every: int = 16) -> None:
+        self._plan = plan
+        self._edge = edge
+        self._sections = sections_of(edge.copies)
+        origin = slot_origin(slot.offset)
+        self._places = [Places(s, origin) for s in self._sections]
+        self._within = CopyTable.direct([_inside(c) for c in edge.copies])
+        self._scatter = [CopyTable.scatter(s.copies) for s in self._sections]
+        self._recount_every = recount_every
+        self._since = 0
+        self._content: dict[int, Version] = {}
+        self._digests: dict[Version, Digests] = {}
+        self._kept: list[Kept] = []
+        self.doubt = False
+        """Set where contents can't be trusted: nothing but an anchor is taken until one is verified."""
+        self.copied = 0
+        """Times that a slot had to be copied from the serving one."""
+
+    def base(self, serving: SlotLike | None) -> Version | None:
+        """The version that a frame may start from; None asks for an anchor."""
+        if self.doubt or serving is None:
+            return None
+        return self._content.get(serving.generation)
+
+    def filled(self, slot: SlotLike, version: Version, digests: Digests) -> None:
+        """A verified full copy lies in ``slot``."""
+        self._content[slot.generation] = version
+        self._digests = {version: digests}
+        self._kept = []
+        self._since = 0
+        self.doubt = False
+
+    def spoiled(self, slot: SlotLike) -> None:
+        """The content of ``slot`` isn't known any more."""
+        self._content.pop(slot.generation, None)
+
+    def forget(self, live: set[int]) -> None:
+        """Slots whose memory was given up hold nothing."""
+        self._content = {k: v for k, v in self._content.items() if k in live}
+
+    def apply(
+        self, data: bytes | bytearray | memoryview, slot: SlotLike, serving: SlotLike, version: Version
+    ) -> Applied:
+        """Bring ``slot`` from the serving version to ``version`` by a frame.
+
+        Everything about the frame is checked before the slot is written. FrameError, WrongBase, WrongPlan;
+        what the slot held is then still known. Any other error leaves it unknown, the serving slot untouched.
+        """
+        base = self.base(serving)
+        found = frame.decode(data)
+        found.check(self._plan, self._edge.source_process, self._edge.target_process)
+        found.check_versions(base, version)
+        assert base is not None
+        changes = found.sections([s.key for s in self._sections])
+        before = self._content.get(slot.generation)
+        self.spoiled(slot)
+        self._catch_up(slot, serving, before, base)
+        digests = self._digests.get(base)
+        entries = []
+        for number, change in enumerate(changes):
+            index, new, changed = self._write(number, change, slot)
+            entries.append((index, new))
+            digests = None if digests is None else add_digests(digests, changed)
+        self._keep(base, version, tuple(entries))
+        self._since += 1
+        if self._since >= self._recount_every:
+            digests, self._since = None, 0
+        sections = found.head.sections
+        names = "+".join(sorted({str(s.coding) for s in sections if s.count})) or "none"
+        elements = sum(s.elements for s in sections)
+        return Applied(digests, frame.num_changed(changes) / max(1, elements), names)
+
+    def verified(self, slot: SlotLike, version: Version, digests: Digests) -> None:
+        """The digests of what `apply` wrote are those of the sender: the slot holds ``version``."""
+        self._content[slot.generation] = version
+        self._digests = {v: d for v, d in self._digests.items() if v in self._content.values()}
+        self._digests[version] = digests
+
+    def recount(self, slot: SlotLike, threads: int) -> Digests:
+        """The edge's digests from every element of the slot."""
+        return copies_digest(self._edge.copies, slot.views, "target", threads)
+
+    def _write(
+        self, number: int, change: frame.Changes, slot: SlotLike
+    ) -> tuple[Index | None, Bits, Digests]:
+        """Apply one section: (elements, new bits, what the digests change by)."""
+        if change.positions is None:
+            copies = self._sections[number].copies
+            before = copies_digest(copies, slot.views, "target")
+            self._scatter[number].execute(change.codes, slot.views)
+            after = copies_digest(copies, slot.views, "target")
+            return None, change.codes, subtract_digests(after, before)
+        where = self._places[number].locate(change.positions)
+        memory = bits_of_memory(slot.memory.data, change.itemsize)
+        old = memory[where.index]
+        new = values.bits_from(change.codes, old, change.kind)
+        memory[where.index] = new
+        return where.index, new, self._places[number].change_of_digests(where, new, old)
+
+    def _catch_up(self, slot: SlotLike, serving: SlotLike, before: Version | None, base: Version) -> None:
+        path = self._path(before, base)
+        if path is None:
+            self._within.execute(serving.views, slot.views)
+            self.copied += 1
+            return
+        for kept in path:
+            for number, (index, new) in enumerate(kept.entries):
+                if index is None:
+                    self._scatter[number].execute(new, slot.views)
+                else:
+                    bits_of_memory(slot.memory.data, new.dtype.itemsize)[index] = new
+
+    def _path(self, before: Version | None, base: Version) -> list[Kept] | None:
+        """The kept changes from ``before`` to ``base`` in order; None where they don't reach."""
+        path: list[Kept] = []
+        at = base
+        while at != before:
+            step = next((k for k in self._kept if k.version == at), None)
+            if before is None or step is None or len(path) > len(self._kept):
+                return None
+            path.append(step)
+            at = step.base
+        return path[::-1]
+
+    def _keep(self, base: Version, version: Version, entries: tuple[tuple[Index | None, Bits], ...]) -> None:
+        """Keep the changes for the slots that are behind, as long as they are few."""
+        kept = [k for k in self._kept if k.version != version]
+        kept.append(Kept(base, version, entries))
+        held = set(self._content.values())
+        first = next((i for i, k in enumerate(kept) if k.base in held), len(kept))
+        kept = kept[first:]
+        limit = max(self._edge.total_bytes // KEPT_SHARE, 1 << 20)
+        self._kept = kept if sum(k.nbytes for k in kept) <= limit else []
+
+
+def _inside(copy: Copy) -> Copy:
+    """The copy of the same elements from one slot to another of the same layout."""
+    return dataclasses.replace(
+        copy,
+        source_device=copy.target_device,
+        source_path=copy.target_path,
+        source_offset=copy.target_offset,
+        source_strides=copy.target_strides,
+    )
