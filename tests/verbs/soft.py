@@ -45,10 +45,6 @@ def end_on(*devices: str, pairs: int = 2, sends: int = 64, receives: int = 8, **
     return Endpoint(settings, f"the peer of {'+'.join(devices)}", pairs=pairs, sends=sends, receives=receives)
 
 
-def nothing() -> None:
-    """No link to watch."""
-
-
 def rows(*entries: tuple[int, int, int]) -> npt.NDArray[np.uint64]:
     """Entries of a write: (local offset, remote offset, bytes)."""
     return np.array(entries, np.uint64).reshape(-1, 3)

@@ -16,7 +16,7 @@ from jaxrl_sync.transfer.verbs.endpoint import Endpoint, Memory, touched
 from jaxrl_sync.transfer.verbs.errors import CompletionError, PeerUnreachable, VerbsError
 from jaxrl_sync.transfer.verbs.handshake import Remote, remote_of
 from jaxrl_sync.transfer.verbs.native import backend
-from tests.verbs.soft import DEVICES, LONG_S, end_on, nothing, pyverbs_here, rows, soft_devices
+from tests.verbs.soft import DEVICES, LONG_S, end_on, pyverbs_here, rows, soft_devices
 
 PAIRINGS = list(itertools.product(["native", "pyverbs"], repeat=2))
 NBYTES = 1 << 20
@@ -46,7 +46,7 @@ def immediates(end: Endpoint, count: int, deadline: float) -> list[int]:
     """The next immediates that arrive; our own completions pass by."""
     found: list[int] = []
     while len(found) < count:
-        records = end.events(deadline, nothing, "waiting for an immediate")
+        records = end.events(deadline, "waiting for an immediate")
         found += records["imm"][records["receive"] == 1].tolist()
     return found
 
@@ -83,7 +83,7 @@ def test_pyverbs_names_a_failure_too(devices: None) -> None:
         wrong = Remote(remote.address, remote.nbytes, remote.part_bytes, ((remote.rkeys[0][0] ^ 0x55,),))
         a.write(a.lanes[0], source, rows((0, 0, 100)), wrong, time.monotonic() + LONG_S)
         with pytest.raises(CompletionError, match="RDMA WRITE 1 on queue pair .* to the peer of rxe0 failed"):
-            a.events(time.monotonic() + LONG_S, nothing, "waiting")
+            a.events(time.monotonic() + LONG_S, "waiting")
     finally:
         a.close()
         b.close()
@@ -110,11 +110,11 @@ def test_memory_that_was_closed_is_refused_by_the_device(native_pair: tuple[Endp
     remote = remote_of(described, 1, "slot")
     source = a.register(touched(4096), remote_write=False)
     a.write(a.lanes[0], source, rows((0, 5, 100)), remote, time.monotonic() + LONG_S)
-    a.events(time.monotonic() + LONG_S, nothing, "writing")
+    a.events(time.monotonic() + LONG_S, "writing")
     memory.close()
     a.write(a.lanes[0], source, rows((0, 5, 100)), remote, time.monotonic() + LONG_S)
     with pytest.raises(CompletionError, match="the peer closed or replaced that memory"):
-        a.events(time.monotonic() + LONG_S, nothing, "writing")
+        a.events(time.monotonic() + LONG_S, "writing")
 
 
 @pytest.mark.rdma
@@ -127,11 +127,11 @@ def test_a_peer_that_closed_is_unreachable_within_the_bound(native_pair: tuple[E
     started = time.monotonic()
     with pytest.raises(PeerUnreachable, match="to the peer of rxe0 failed: .*retry"):
         while True:
-            a.events(started + LONG_S, nothing, "waiting")
+            a.events(started + LONG_S, "waiting")
     assert time.monotonic() - started < LONG_S / 4
     with pytest.raises((CompletionError, VerbsError)):
         a.write(a.lanes[0], source, rows((0, 0, 100)), remote, time.monotonic() + LONG_S)
-        a.events(time.monotonic() + LONG_S, nothing, "writing")
+        a.events(time.monotonic() + LONG_S, "writing")
 
 
 def test_missing_pyverbs_says_what_to_do() -> None:

@@ -318,10 +318,6 @@ def pair(left: VerbsSettings, right: VerbsSettings) -> tuple[Endpoint, Endpoint]
     return a, b
 
 
-def nothing() -> None:
-    """No link to watch."""
-
-
 def rows(*entries: tuple[int, int, int]) -> Any:
     return np.array(entries, np.uint64)
 
@@ -337,7 +333,7 @@ def test_error_names_peer_device_queue_pair_and_cause(token_file: Path, fake: Fa
         fake.kill(b.lanes[0].pair.qp_num)
         a.write(a.lanes[0], source, rows((0, 0, 100)), remote, time.monotonic() + 5, imm=5)
         with pytest.raises(PeerUnreachable) as caught:
-            a.events(time.monotonic() + 5, nothing, "sending")
+            a.events(time.monotonic() + 5, "sending")
         number = f"0x{a.lanes[0].pair.qp_num:06x}"
         assert isinstance(caught.value, PeerLost)
         assert str(caught.value) == (
@@ -356,12 +352,12 @@ def test_a_waiting_side_asks_whether_the_peer_is_alive(token_file: Path, fake: F
         with pytest.raises(DeadlineError, match="waiting with trainer.0 over fake1:1: deadline passed"):
             end = time.monotonic() + 0.7
             while True:
-                b.events(end, nothing, "waiting")  # returns when a probe was answered
+                b.events(end, "waiting")  # returns when a probe was answered
         fake.kill(a.lanes[0].pair.qp_num)
         started = time.monotonic()
         with pytest.raises(PeerUnreachable, match="to trainer.0 failed: transport retry counter"):
             while True:
-                b.events(time.monotonic() + 60, nothing, "waiting")
+                b.events(time.monotonic() + 60, "waiting")
         assert time.monotonic() - started < 30
     finally:
         a.close()
@@ -379,13 +375,13 @@ def test_memory_that_was_closed_is_a_remote_access_error(token_file: Path, fake:
         described = {"address": registered.address, "nbytes": 8192, "rails": [registered.describe()]}
         source, remote = a.register(touched(4096), remote_write=False), remote_of(described, 1, "slot")
         a.write(a.lanes[0], source, rows((0, 5, 100)), remote, time.monotonic() + 5)
-        a.events(time.monotonic() + 5, nothing, "sending")
+        a.events(time.monotonic() + 5, "sending")
         memory.close()
         a.write(a.lanes[0], source, rows((0, 5, 100)), remote, time.monotonic() + 5)
         with pytest.raises(
             CompletionError, match="remote access error .*the peer closed or replaced that memory"
         ):
-            a.events(time.monotonic() + 5, nothing, "sending")
+            a.events(time.monotonic() + 5, "sending")
     finally:
         a.close()
         b.close()
@@ -399,7 +395,7 @@ def test_a_port_that_went_down_is_named(token_file: Path, fake: Fake) -> None:
         fake.kill(b.lanes[0].pair.qp_num)
         a.say(a.lanes[0], 3, time.monotonic() + 5)
         with pytest.raises(PeerUnreachable, match="PORT_ERR of port 1: port error"):
-            a.events(time.monotonic() + 5, nothing, "sending")
+            a.events(time.monotonic() + 5, "sending")
     finally:
         a.close()
         b.close()
@@ -410,7 +406,7 @@ def test_a_device_that_fails_ends_the_wait(token_file: Path, fake: Fake) -> None
     try:
         fake.async_event(b.lanes[0].pair.qp_num, 8, 0)
         with pytest.raises(VerbsError, match="fake1:1: DEVICE_FATAL .*the edge is given up"):
-            b.events(time.monotonic() + 20, nothing, "waiting")
+            b.events(time.monotonic() + 20, "waiting")
     finally:
         a.close()
         b.close()
@@ -423,7 +419,7 @@ def test_no_receive_in_time_is_an_error_with_a_hint(token_file: Path, fake: Fake
             a.say(a.lanes[0], number, time.monotonic() + 5)
         with pytest.raises(CompletionError, match="RNR .*the peer posts no receives"):
             while True:
-                a.events(time.monotonic() + 20, nothing, "sending")
+                a.events(time.monotonic() + 20, "sending")
     finally:
         a.close()
         b.close()

@@ -115,7 +115,7 @@ class VerbsSender:
             self.endpoint.close()
             raise
         self.reason = f"{self.endpoint.reason}; {offer.get('reason')}"
-        self.watch = watch_connection(connection)
+        self.endpoint.watch = watch_connection(connection)
 
     def _check_slot(self, described: object, rails: int, peer: str) -> Remote:
         """The slot that the receiver has ready. ProtocolError where it can't be what the plan says."""
@@ -182,7 +182,7 @@ class _SendPlaced:
     def _settle(self, deadline: float, what: str) -> list[int]:
         """Places in the arena that are free again."""
         found = []
-        for record in self._endpoint.events(deadline, self._sender.watch, what):
+        for record in self._endpoint.events(deadline, what):
             place = self._flying.pop((int(record["token"]), int(record["seq"])), -1)
             if place >= 0:
                 found.append(place)
@@ -217,7 +217,7 @@ class _SendStaged:
     def _settle(self, deadline: float) -> None:
         """Take completions; a chunk is over when both its ends are."""
         what = f"sending chunk {min(self._open_ends)} of {len(self._sender.tables)}"
-        for record in self._endpoint.events(deadline, self._sender.watch, what):
+        for record in self._endpoint.events(deadline, what):
             if record["receive"]:
                 index, end = _chunk_of(int(record["imm"]), self._tag, self._endpoint.peer), _ANSWERED
             else:
@@ -254,7 +254,7 @@ class VerbsReceiver:
         self._endpoint = Endpoint(settings, connection.peer, pairs=pairs, sends=sends, receives=receives)
         self._tag = 0
         self.reason = f"{self._endpoint.reason}; {why}"
-        self._watch = watch_connection(connection)
+        self._endpoint.watch = watch_connection(connection)
         try:
             self._offer: dict[str, Any] = {
                 "placement": placement,
@@ -313,7 +313,7 @@ class VerbsReceiver:
             what = (
                 f"waiting for {len(endpoint.lanes) - len(shares)} of {len(endpoint.lanes)} queue pairs to end"
             )
-            for record in endpoint.events(deadline, self._watch, what):
+            for record in endpoint.events(deadline, what):
                 if not record["receive"]:
                     continue  # a probe
                 token, share = int(record["token"]), _chunk_of(int(record["imm"]), self._tag, endpoint.peer)
@@ -330,7 +330,7 @@ class VerbsReceiver:
         endpoint, missing = self._endpoint, set(range(len(self._windows)))
         while missing:
             what = f"receiving chunk {min(missing)} of {len(self._windows)}"
-            for record in endpoint.events(deadline, self._watch, what):
+            for record in endpoint.events(deadline, what):
                 if not record["receive"]:
                     continue  # our own answers
                 imm = int(record["imm"])

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxrl_sync.transfer.errors import DeadlineError, PeerLost, ProtocolError
-from jaxrl_sync.transfer.verbs.errors import CompletionError, completion_error
+from jaxrl_sync.transfer.verbs.errors import RETRY_EXCEEDED, CompletionError, completion_error
 from jaxrl_sync.transfer.verbs.handshake import PROTOCOL, Remote, check_common, remote_of
 from jaxrl_sync.transfer.verbs.native import backend
 from jaxrl_sync.transfer.verbs.opened import Registered
@@ -66,6 +66,7 @@ class Endpoint:
     def __init__(self, settings: VerbsSettings, peer: str, *, pairs: int, sends: int, receives: int) -> None:
         """Open the chosen ports, ``pairs`` queue pairs on each. VerbsError names what is missing."""
         self.settings, self.peer = settings, peer
+        self.watch: Callable[[], None] = lambda: None
         self._status_text: Callable[[int], str] = backend(settings.backend).status_text
         self.rails: list[Rail] = []
         self._held: list[npt.NDArray[np.void]] = []
@@ -176,11 +177,11 @@ class Endpoint:
 
     # Completions.
 
-    def events(self, deadline: float, watch: Callable[[], None], what: str) -> npt.NDArray[np.void]:
+    def events(self, deadline: float, what: str) -> npt.NDArray[np.void]:
         """Completions, at least one; used receives are posted again. Blocks, without the GIL.
 
-        ``watch`` is called now and then and may raise. CompletionError on the first failed one
-        (PeerUnreachable where nothing answers), VerbsError when a device fails, DeadlineError that names
+        ``watch`` is called now and then and may raise PeerLost. CompletionError on the first failed one
+        (PeerUnreachable where the peer is gone), VerbsError when a device fails, DeadlineError that names
         ``what`` was awaited.
         """
         looked = time.monotonic()
@@ -188,7 +189,7 @@ class Endpoint:
             now = time.monotonic()
             if now - looked >= WATCH_S or now >= deadline:
                 looked = now
-                self._watch(watch)
+                self._look()
                 for rail in self.rails:
                     rail.check_events()
                 self._probe(now)
@@ -197,9 +198,9 @@ class Endpoint:
             self._sleep(min(WATCH_S, deadline - now))
         return self._held.pop(0)
 
-    def _watch(self, watch: Callable[[], None]) -> None:
+    def _look(self) -> None:
         try:
-            watch()
+            self.watch()
         except PeerLost as error:
             numbers = ", ".join(f"0x{lane.pair.qp_num:06x}" for lane in self.lanes)
             on_way = sum(lane.outstanding_bytes for lane in self.lanes)
@@ -244,8 +245,10 @@ class Endpoint:
         detail = rail.trouble(self._by_token[int(record["token"])])
         if status == FLUSHED and not detail:
             detail = "the queue pair was already in error"
+        gone = "" if status == RETRY_EXCEEDED else self._peer_gone()
         return completion_error(
             status,
+            bool(gone),
             peer=self.peer,
             device=rail.chosen.port.name,
             qp_num=int(record["qp_num"]),
@@ -253,8 +256,20 @@ class Endpoint:
             text=self._status_text(status),
             seq=int(record["seq"]),
             vendor_err=int(record["vendor_err"]),
-            detail=detail,
+            detail="; ".join(words for words in (detail, gone) if words),
         )
+
+    def _peer_gone(self) -> str:
+        """Why the peer is lost, if it is: of a process that dies, memory may go before its connections do."""
+        end = time.monotonic() + WATCH_S
+        while True:
+            try:
+                self.watch()
+            except PeerLost as error:
+                return str(error)
+            if time.monotonic() > end:
+                return ""
+            time.sleep(WATCH_S / 10)
 
     def close(self) -> None:
         """Queue pairs at once, then memory and devices; a slot's registration stays. Idempotent.

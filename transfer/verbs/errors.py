@@ -36,7 +36,7 @@ class CompletionError(TransferError):
     ) -> None:
         self.peer, self.device, self.qp_num, self.opcode = peer, device, qp_num, opcode
         self.status, self.text, self.seq, self.vendor_err = status, text, seq, vendor_err
-        hint = "; ".join(words for words in (_HINTS.get(status, ""), detail) if words)
+        hint = detail or _HINTS.get(status, "")
         super().__init__(
             f"{opcode} {seq} on queue pair 0x{qp_num:06x} of {device} to {peer} failed: {text} "
             f"(status {status}, vendor error 0x{vendor_err:x})" + (f": {hint}" if hint else "")
@@ -44,10 +44,10 @@ class CompletionError(TransferError):
 
 
 class PeerUnreachable(CompletionError, PeerLost):
-    """Nothing acknowledged a work request within the retries: the peer, its port or the way there is gone."""
+    """The peer is gone: nothing answered within the retries, or its connection closed too."""
 
 
-def completion_error(status: int, **facts: object) -> CompletionError:
-    """The kind of error that a status is."""
-    kind = PeerUnreachable if status == RETRY_EXCEEDED else CompletionError
+def completion_error(status: int, gone: bool = False, **facts: object) -> CompletionError:
+    """The kind of error that a status is; ``gone``: the peer is known to be."""
+    kind = PeerUnreachable if gone or status == RETRY_EXCEEDED else CompletionError
     return kind(status=status, **facts)  # type: ignore[arg-type]
