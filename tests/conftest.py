@@ -1,4 +1,7 @@
-"""Eight virtual CPU devices for every test process, and which of the long sizes run.
+"""Eight virtual CPU devices and one compilation cache for a test run, and which of the long sizes run.
+
+What one test has compiled, another one or a process that it starts finds in the cache, a folder of this run
+alone (``JAX_COMPILATION_CACHE_DIR``, where it is set, is taken instead).
 
 Tests marked ``full`` are the long sizes. A plain run takes a share of them, chosen by a seed (the commit), so
 that over time CI sees them all; ``--all-full`` takes them all, ``--verification FILE`` writes what ran.
@@ -7,6 +10,8 @@ that over time CI sees them all; ``--all-full`` takes them all, ``--verification
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,6 +22,12 @@ _FLAG = "--xla_force_host_platform_device_count=8"
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+_OWN_CACHE = None
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _OWN_CACHE = tempfile.mkdtemp(prefix="jaxrl_sync-tests-xla-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _OWN_CACHE
 
 FULL_SHARE = 0.15
 
@@ -32,6 +43,12 @@ def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--verification")
     if path:
         config.pluginmanager.register(verification.Recorder(Path(path), share_seed()), "verification")
+
+
+def pytest_unconfigure() -> None:
+    """Remove the compilation cache of this run."""
+    if _OWN_CACHE is not None:
+        shutil.rmtree(_OWN_CACHE, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
