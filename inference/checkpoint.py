@@ -145,13 +145,15 @@ def write_checkpoint(
     eos_ids: tuple[int, ...] = (),
     pad_id: int | None = None,
     tokenizer: Path | CharTokenizer | None = None,
+    extra_files: Mapping[str, str] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Writes ``folder`` so that this project and others load it. It appears whole or not at all.
 
     ``dtype`` None keeps each tensor's. Files hold at most ``max_file_bytes`` each (or one tensor), which is
     also the host memory it takes. ``tokenizer`` is written too: the files of a folder, or a character
-    tokenizer as such files. Raises CheckpointError when ``folder`` exists.
+    tokenizer as such files. ``extra_files``: name -> text of further files. Raises CheckpointError when
+    ``folder`` exists.
     """
     if folder.exists():
         raise CheckpointError(f"{folder} exists; a checkpoint is written to a new folder")
@@ -161,6 +163,8 @@ def write_checkpoint(
         kept = _write_files(partial, tensors, dtype, max_file_bytes)
         config = render_config(cfg, kept, max_position, eos_ids, pad_id)
         _write_json(partial / "config.json", config)
+        for name, text in (extra_files or {}).items():
+            (partial / name).write_text(text, encoding="utf-8")
         if isinstance(tokenizer, CharTokenizer):
             write_char_tokenizer(tokenizer, partial)
         elif tokenizer is not None:

@@ -94,6 +94,8 @@ def _dispatch(words: list[str]) -> int:
         raise UsageError(f"unrecognized arguments: {' '.join(rest)} (see `jaxrl-sync {command} --help`)")
     if command == "report":
         return _report(options)
+    if command == "import-gguf":
+        return _import_gguf(options)
     return _status(options)
 
 
@@ -129,6 +131,10 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--out", help="the page to write (default: RUN_DIR/report.html)")
     status = commands.add_parser("status", help="what a run is doing now")
     status.add_argument("run_dir")
+    gguf = commands.add_parser("import-gguf", help="make a checkpoint folder of a GGUF file (Llama, Qwen3)")
+    gguf.add_argument("file")
+    gguf.add_argument("folder", help="a new folder: config.json, model.safetensors, tokenizer.json")
+    gguf.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     commands.add_parser(
         "plan", help="explain layouts and transfer plans (has its own --help)", add_help=False
     )
@@ -205,6 +211,14 @@ def _report(options: argparse.Namespace) -> int:
     from jaxrl_sync.report.page import write_report
 
     print(write_report(Path(options.run_dir), Path(options.out) if options.out else None))
+    return 0
+
+
+def _import_gguf(options: argparse.Namespace) -> int:
+    from jaxrl_sync.inference.gguf_import import import_gguf
+
+    model = import_gguf(Path(options.file), Path(options.folder), options.dtype)
+    print(f"{options.folder}: {model.decoder}")
     return 0
 
 
