@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import hashlib
 import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -119,6 +120,12 @@ class Recorder:
         self._path.write_text(render(r for r in rows.values() if r.test in known), encoding="utf8")
 
 
+def merge(page: Path, others: Path) -> None:
+    """Put the rows of another page into one: tests that ran elsewhere (in a VM) have theirs too."""
+    rows = parse(page.read_text(encoding="utf8")) if page.exists() else {}
+    page.write_text(render({**rows, **parse(others.read_text(encoding="utf8"))}.values()), encoding="utf8")
+
+
 def commit_of(root: Path) -> str:
     """The short hash of the commit, ``+`` appended when the tree differs from it."""
     hash_ = _git(root, "rev-parse", "--short=12", "HEAD")
@@ -129,3 +136,7 @@ def commit_of(root: Path) -> str:
 def _git(root: Path, *arguments: str) -> str:
     done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30)
     return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    merge(Path(sys.argv[1]), Path(sys.argv[2]))

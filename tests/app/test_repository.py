@@ -115,3 +115,16 @@ def test_only_functions_that_ran_whole_get_a_row(tmp_path: Path) -> None:
     rows = verification.parse((tmp_path / "page.md").read_text())
     assert list(rows) == [full["whole"]]
     assert (rows[full["whole"]].passed, rows[full["whole"]].minutes) == (1, 1.0)
+
+
+def test_rows_of_another_page_are_merged(tmp_path: Path) -> None:
+    """Those that ran elsewhere, in a VM, replace theirs; the others stay."""
+    old, kept, new = (
+        verification.Row(f"tests/a.py::test_{name}", n, 1.0, "c", "s")
+        for name, n in [("x", 1), ("y", 1), ("x", 2)]
+    )
+    page, others = tmp_path / "page.md", tmp_path / "others.md"
+    page.write_text(verification.render([old, kept]))
+    others.write_text(verification.render([new]))
+    verification.merge(page, others)
+    assert verification.parse(page.read_text()) == {new.test: new, kept.test: kept}

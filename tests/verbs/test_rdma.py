@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,9 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxrl_sync.cli import main
 from jaxrl_sync.transfer import _verbs
+from jaxrl_sync.transfer.verbs import counters
 from jaxrl_sync.transfer.verbs.devices import Choice, choose, scan
 from jaxrl_sync.transfer.verbs.errors import VerbsError
+from jaxrl_sync.transfer.verbs.events import EventWatcher
 from tests.verbs.pairs import connect, open_end, pair, rows, write
 
 pytestmark = pytest.mark.rdma
@@ -170,3 +174,61 @@ def test_mtu_that_the_port_has_not_is_refused() -> None:
     with end.context, pytest.raises(VerbsError, match="to RTR .*MTU code 9"):
         end.qps[0].to_init()
         end.qps[0].to_rtr(5, 7, 9, gid=end.context.query_gid(1, 1), gid_index=1)
+
+
+def test_what_the_device_says_of_itself() -> None:
+    """Soft-RoCE knows no ECE and no dmabuf; a state can be asked for, and the port's counters move."""
+    with pair(MIB, devices=DEVICES, mtu=MTU_4096) as (left, right):
+        qp = left.qps[0]
+        assert qp.query()["state"] == "RTS" and qp.query()["peer_qp_num"] == right.qps[0].qp_num
+        assert qp.query_ece() is None and not qp.set_ece(0x15B3, 1, 0)
+        assert not left.context.dmabuf_supported()
+        relaxed = {"remote_write": True, "relaxed_ordering": True}
+        assert _verbs.MemoryRegion(left.context, bytearray(4096), **relaxed).rkey
+        before = counters.read("rxe0", 1)
+        write(left, right, rows(*[(0, 0, 100_000)] * 4))
+        left.collect(4, 60.0)
+        moved = counters.moved(before, counters.read("rxe0", 1))
+        assert moved["sent_pkts"] >= 4 * 25, moved
+        assert sum(qp.latency()["done"]) == 1
+        qp.to_error()
+        assert qp.query()["state"] == "ERR"
+
+
+def test_port_that_goes_down_is_told_by_name_and_comes_back() -> None:
+    told: list[str] = []
+    with pair(MIB, devices=DEVICES, mtu=MTU_4096) as (left, _):
+        with EventWatcher(
+            left.context, lambda event: told.append(f"{event.name} {event.kind} {event.number}")
+        ):
+            for state, name in (("down", "PORT_ERR"), ("up", "PORT_ACTIVE")):
+                subprocess.run(["ip", "link", "set", "veth0", state], check=True)
+                end = time.monotonic() + 60
+                while f"{name} port 1" not in told:
+                    assert time.monotonic() < end, told
+                    time.sleep(0.05)
+    restore_routes()
+
+
+def restore_routes() -> None:
+    """What an interface that goes down takes with it; see tests/vm/guest."""
+    command = "route replace 10.77.0.2/32 dev veth0 src 10.77.0.1 table 100"
+    subprocess.run(["ip", *command.split()], check=True)
+    neighbour = "neigh replace 10.77.0.2 lladdr 52:54:00:77:00:02 dev veth0 nud permanent"
+    subprocess.run(["ip", *neighbour.split()], check=True)
+    end = time.monotonic() + 60
+    while any(port.state != "ACTIVE" for port in scan()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_bench_between_two_processes(scattered: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--loopback", "--device", "rxe0", "--peer-device", "rxe1", "--size", "64k", "--iters", "100"]
+    words += ["--pings", "5", "--qps", "2", "--json", *(["--scattered"] if scattered else [])]
+    assert main(["verbs", "bench", *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["compared"] == {"messages": 32, "bytes": 2 * (1 << 20)}
+    assert found["bytes_per_s"] > 0 and found["latency_us"]["median"] > 0
+    assert "10.77.0.1" in found["reason"] and "10.77.0.2" in found["peer"]
+    assert found["registrations"] == 1

@@ -33,8 +33,10 @@ try:
 except ImportError as error:
     raise VerbsError(
         0,
-        f"pyverbs can't be imported ({error}); Debian: python3-pyverbs for the system's Python, "
-        "or sync.verbs.backend = 'native'",
+        f"pyverbs can't be imported ({error}): Debian's python3-pyverbs serves the system's Python (a virtual "
+        "environment of the same version sees it in PYTHONPATH=/usr/lib/python3/dist-packages); "
+        "`pip install 'jaxrl-sync[pyverbs]'` builds one that needs an rdma-core of its own version; "
+        "sync.verbs.backend = 'native' needs neither",
     ) from error
 
 _RECEIVE = 1 << 63
