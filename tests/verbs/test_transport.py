@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 import threading
@@ -442,6 +443,34 @@ def test_fewer_ports_than_rails_is_an_error(token_file: Path) -> None:
         rail.pick(settings("fake0", "fake7"))
     with pytest.raises(VerbsError, match="3 rails are wanted, usable ports are fake0:1, fake1:1"):
         rail.pick(VerbsSettings(rails=3))
+
+
+def test_a_port_that_is_down_for_a_while_is_tried_again(
+    token_file: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a link that has been; at the start a port that is down is an error at once."""
+    ports = rail.scan()
+    down = [dataclasses.replace(port, state="DOWN") for port in ports]
+    made = Rig(token_file)
+    try:
+        made.take(0, 0)
+        monkeypatch.setattr(rail, "scan", lambda: down)
+        fake.set(fail_at=2, fail_status=12)
+        made.fail(1)
+        fake.set()
+        made.publisher.publish(trainer_params(2), Version("a", 2))
+        assert made.subscriber.poll(timeout_s=1.5) is None
+        monkeypatch.setattr(rail, "scan", lambda: ports)
+        made.take_again(3)
+    finally:
+        made.close()
+    monkeypatch.setattr(rail, "scan", lambda: down)
+    made = Rig(token_file)
+    try:
+        with pytest.raises(VerbsError, match="fake1:1: DOWN, expected ACTIVE"):
+            made.subscriber.poll(timeout_s=15)
+    finally:
+        made.close()
 
 
 def test_a_description_of_another_link_layer_is_refused(token_file: Path) -> None:

@@ -18,6 +18,10 @@ class VerbsError(ResourceError, OSError):
         return str(self.args[-1]) if self.args else "verbs failed"
 
 
+class PortDown(VerbsError, TransferError):
+    """A port that would do isn't ACTIVE. Where a link has been before, it is tried again."""
+
+
 class CompletionError(TransferError):
     """A work request failed. The first error of a queue pair is the cause; its flushes are only counted."""
 

@@ -7,15 +7,15 @@ import dataclasses
 import mmap
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from jaxrl_sync.transfer.errors import ProtocolError
-from jaxrl_sync.transfer.verbs.devices import Chosen, choose, rails, scan
-from jaxrl_sync.transfer.verbs.errors import VerbsError
+from jaxrl_sync.transfer.verbs.devices import Chosen, Port, choose, rails, scan
+from jaxrl_sync.transfer.verbs.errors import PortDown, VerbsError
 from jaxrl_sync.transfer.verbs.handshake import MTU_BYTES, Remote
 from jaxrl_sync.transfer.verbs.opened import OpenDevice, Registered, open_device
 from jaxrl_sync.transfer.verbs.settings import VerbsSettings
@@ -28,11 +28,24 @@ Rows = npt.NDArray[np.uint64]
 
 
 def pick(settings: VerbsSettings) -> list[Chosen]:
-    """The ports and GIDs of an endpoint, one per rail. VerbsError that says why there are too few."""
-    ports, choice = scan(), settings.choice
+    """The ports and GIDs of an endpoint, one per rail. VerbsError that says why there are too few.
+
+    PortDown where more ports would do if they were ACTIVE.
+    """
+    ports = scan()
+    try:
+        return _pick(ports, settings)
+    except VerbsError as error:
+        if all(port.state == "ACTIVE" for port in ports):
+            raise
+        _pick([dataclasses.replace(port, state="ACTIVE") for port in ports], settings)
+        raise PortDown(0, str(error)) from error
+
+
+def _pick(ports: Sequence[Port], settings: VerbsSettings) -> list[Chosen]:
     if settings.rails == 1:
-        return [choose(ports, choice)]
-    return rails(ports, choice, settings.rails)
+        return [choose(ports, settings.choice)]
+    return rails(ports, settings.choice, settings.rails)
 
 
 @dataclasses.dataclass
