@@ -16,6 +16,7 @@ from jaxrl_sync.transfer.inbound import Inbound, Opening
 from jaxrl_sync.transfer.pairing import Pairing
 from jaxrl_sync.transfer.receiving import Offer
 from jaxrl_sync.transfer.slots import Slot, Target
+from jaxrl_sync.transfer.verbs.errors import PortDown
 
 logger = logging.getLogger("jaxrl_sync.transfer")
 
@@ -117,7 +118,8 @@ class Links:
         except (PeerLost, DeadlineError) as error:
             logger.info("no link yet: %s", error)
         except UserError as error:
-            if isinstance(error, TransferError) and not isinstance(error, MismatchError):
+            passing = isinstance(error, TransferError) and not isinstance(error, MismatchError)
+            if passing and (self._links or not isinstance(error, PortDown)):
                 logger.info("no link yet: %s", error)
             else:
                 logger.error("no transfer is possible: %s", error)
