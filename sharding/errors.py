@@ -13,3 +13,7 @@ class MappingError(UserError, ValueError):
     """A layout, conversion or plan that cannot be: names the tensor, the operation and the reason."""
 
     exit_code = 2
+
+
+class DeviceCopyError(UserError):
+    """A compiled gather or scatter gave other bytes than a plain copy of the same shards."""

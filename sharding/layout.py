@@ -117,6 +117,14 @@ def dtype_of(name: str) -> np.dtype[Any]:
         raise MappingError(f"unknown dtype {name!r}") from error
 
 
+def is_packed(dtype: np.dtype[Any]) -> bool:
+    """Whether jax keeps several elements of this type in one byte: int4, uint4, int2, float4_e2m1fn, ..."""
+    if dtype.kind != "V":
+        return False
+    integer = jax.numpy.issubdtype(dtype, jax.numpy.integer)
+    return int((jax.numpy.iinfo if integer else jax.numpy.finfo)(dtype).bits) < 8
+
+
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     """Interval ``index`` of ``size`` elements in ``parts`` pieces of equal, rounded-up length."""
     step = -(-size // parts)

@@ -60,6 +60,11 @@ class Plan:
         """Leaf name -> flat elements of every constant, which receivers write themselves."""
         return self.correspondence.constants
 
+    @functools.cached_property
+    def kept(self) -> dict[str, Any]:
+        """What executing this plan in a process keeps for the next time: buffers, prepared programs."""
+        return {}
+
     def for_rank(self, process: int, side: str = "source", paths: Collection[str] | None = None) -> RankPlan:
         """The copies that one process sends (side "source") or receives ("target").
 

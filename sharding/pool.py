@@ -40,11 +40,7 @@ class Pool:
         self._shards: dict[Key, Any] | None = None
         devices = local_devices(plan.target)
         self._aliased = all(devices[d].platform == "cpu" for d in plan.target.devices)
-        self._shardings: dict[Placement, Any] = (
-            dict(named_shardings(plan.target, devices))
-            if target is None
-            else given_shardings(plan.target, leaves_by_path(target, "target"))
-        )
+        self.shardings = target_shardings(plan, target)
         self._write_constants(plan)
 
     def _write_constants(self, plan: Plan) -> None:
@@ -91,7 +87,14 @@ class Pool:
         """
         if self._shards is None or not self._aliased:
             self._shards = shards_over(self._plan.target, self.views)
-        return global_arrays(self._plan.target, self._shards, self._shardings)
+        return global_arrays(self._plan.target, self._shards, self.shardings)
+
+
+def target_shardings(plan: Plan, target: Any = None) -> dict[Placement, Any]:
+    """The shardings of results: those of the given target tree, or equal boxes over devices in order."""
+    if target is None:
+        return dict(named_shardings(plan.target, local_devices(plan.target)))
+    return given_shardings(plan.target, leaves_by_path(target, "target"))
 
 
 def make_pool(plan: Plan, target: Any = None) -> Pool:

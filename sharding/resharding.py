@@ -1,11 +1,13 @@
 """reshard: executes a plan inside one process, between two meshes of any shape.
 
-On CPU it is one table of strided copies over zero-copy views of the shards. The destination is a *pool*: one
-slot per process, touched once, that the result arrays alias.
+On CPU (path "host") it is one table of strided copies over zero-copy views of the shards. The destination is
+a *pool*: one slot per process, touched once, that the result arrays alias. On accelerators (path "device")
+the bytes stay on devices; see `device_path`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -13,12 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxrl_sync.sharding.box import Box
+from jaxrl_sync.sharding.device_pool import DevicePool, device_pool
 from jaxrl_sync.sharding.errors import MappingError
 from jaxrl_sync.sharding.exporting import export
+from jaxrl_sync.sharding.layout import dtype_of, is_packed
+from jaxrl_sync.sharding.lending import lender
 from jaxrl_sync.sharding.paths import leaves_by_path, nested
 from jaxrl_sync.sharding.planning import Plan
 from jaxrl_sync.sharding.pool import Pool
-from jaxrl_sync.sharding.pool import make_pool as make_pool
+from jaxrl_sync.sharding.shardings import check_meshes, local_devices
+
+PATHS = ("host", "device")
 
 
 def _export(params: Any, plan: Plan) -> dict[str, Any]:
@@ -96,32 +103,102 @@ def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
     return Box(tuple(e[0] for e in edges), tuple(e[1] for e in edges))
 
 
-def reshard(params: Any, plan: Plan, out: Pool | None = None, threads: int = 2, donate: bool = False) -> Any:
+def make_pool(plan: Plan, target: Any = None, path: str | None = None) -> Pool | DevicePool:
+    """Memory for `reshard(..., out=pool)`, made once. On the host it is touched: seconds per gigabyte.
+
+    ``target``: the tree of ``jax.ShapeDtypeStruct`` or arrays that the plan's target layout came from;
+    results then have its very shardings. Without it they have equal boxes over a mesh of devices in order.
+    ``path``: as for `reshard`; it is the pool that decides there.
+    """
+    if _path(plan, path, ()) == "device":
+        return DevicePool(plan, target)
+    return Pool(plan, target)
+
+
+def _path(plan: Plan, asked: str | None, devices: Iterable[Any]) -> str:
+    """ "host" if everything is on CPU and of whole bytes, else "device", unless asked otherwise."""
+    if asked not in (None, *PATHS):
+        raise MappingError(f'reshard: path must be "host", "device" or None, found {asked!r}')
+    sides = plan.source, plan.target
+    packed = next((p for side in sides for p, t in side.items() if is_packed(dtype_of(t.dtype))), None)
+    if packed is not None and asked == "host":
+        raise MappingError(
+            f'reshard: {packed!r} has less than a byte per element, which jax packs in memory: path "host" '
+            'can\'t address them, use path "device"'
+        )
+    if asked is not None:
+        return asked
+    platforms = {d.platform for d in (*devices, *local_devices(plan.target).values())}
+    return "host" if packed is None and platforms == {"cpu"} else "device"
+
+
+def reshard(
+    params: Any, plan: Plan, out: Pool | DevicePool | None = None, threads: int = 2, donate: bool = False,
+    path: str | None = None,
+) -> Any:  # fmt: skip
     """The target tree of ``params`` on the target's devices, bit for bit what the conversion gives.
 
     ``params``: the trainer's tree, or the arrays that `Correspondence.export` made. ``out``: a pool from
-    `make_pool` whose memory the result aliases (without copying it); no array of an earlier result may be in
-    use by a running computation, their contents change. Without it a new pool is made. ``donate``: delete the
-    source arrays afterwards (never by ``jax.device_put(donate=True)``, which crashes between disjoint CPU
-    devices). Blocks. Returns nested dictionaries by path. `MappingError` if the arrays are not laid out as
-    planned.
+    `make_pool`. A host pool is aliased by the result (without copying it): no array of an earlier result may
+    be in use by a running computation, their contents change; a device pool donates the earlier result.
+    Without ``out`` results are like any others, in memory that no live array holds; what they leave behind
+    is used again by later calls with this plan. ``donate``: delete the source arrays as soon as they were
+    read (never by ``jax.device_put(donate=True)``, which crashes between disjoint CPU devices). ``path``:
+    "host" (CPU memory, ``threads`` copy), "device" (jitted gather and scatter), None: what fits the devices.
+    On "host" it blocks until all is copied; on "device" results may still be on their way, as after any call
+    of jax. Returns nested dictionaries by path. `MappingError` if the arrays are not laid out as planned, or
+    if the meshes overlap partly: each has devices that the other lacks.
     """
-    if out is None:
-        out = make_pool(plan)
-    if out.plan_digest != plan.digest:
-        raise MappingError(f"pool was made for plan {out.plan_digest}, not for {plan.digest}")
     arrays = _export(params, plan)
-    if out.table(plan).native and all(d.platform == "cpu" for d in _devices_of(arrays)):
-        where = source_addresses(arrays, plan, out)
-        out.table(plan).execute_at(where, out.addresses, threads)
-    else:
-        out.table(plan).execute(source_views(arrays, plan, out.checked), out.views, threads)
-    if (inside := out.fanout(plan)) is not None:
-        inside.execute(out.views, out.views, threads)
+    if not plan.kept.get("meshes"):
+        check_meshes(plan.source, plan.target, arrays)
+        plan.kept["meshes"] = True
+    if out is not None and out.plan_digest != plan.digest:
+        raise MappingError(f"pool was made for plan {out.plan_digest}, not for {plan.digest}")
+    chosen = _path(plan, path, _devices_of(arrays)) if out is None else _pool_path(out, path)
+    if chosen == "device":
+        return nested(_by_device(params, arrays, plan, out, donate))
+    pool = out if isinstance(out, Pool) else lender(plan).take()
+    _copy(arrays, plan, pool, threads)
     if donate:
         for array in (*arrays.values(), *jax.tree.leaves(params)):
             array.delete()
-    return nested(out.arrays())
+    return nested(pool.arrays() if out is not None else lender(plan).lend(pool))
 
 
-__all__ = ["make_pool", "reshard", "source_views"]
+def _pool_path(pool: Pool | DevicePool, asked: str | None) -> str:
+    own = "device" if isinstance(pool, DevicePool) else "host"
+    if asked not in (None, own):
+        raise MappingError(f'reshard: path {asked!r} with a pool made for path "{own}"')
+    return own
+
+
+def _copy(arrays: dict[str, Any], plan: Plan, pool: Pool, threads: int) -> None:
+    """The host path: one table of strided copies, then the one inside nodes."""
+    if pool.table(plan).native and all(d.platform == "cpu" for d in _devices_of(arrays)):
+        where = source_addresses(arrays, plan, pool)
+        pool.table(plan).execute_at(where, pool.addresses, threads)
+    else:
+        pool.table(plan).execute(source_views(arrays, plan, pool.checked), pool.views, threads)
+    if (inside := pool.fanout(plan)) is not None:
+        inside.execute(pool.views, pool.views, threads)
+
+
+def _by_device(
+    params: Any, arrays: dict[str, Any], plan: Plan, out: Pool | DevicePool | None, donate: bool
+) -> dict[str, Any]:
+    for name, array in arrays.items():
+        _devices(name, array, plan)
+    used = out if isinstance(out, DevicePool) else device_pool(plan)
+
+    def drop(name: str) -> None:
+        arrays[name].delete()
+
+    made = (used.fresh if out is None else used.fill)(arrays, drop if donate else None)
+    if donate:  # what was not read, or was exported into other buffers
+        for array in (*arrays.values(), *jax.tree.leaves(params)):
+            array.delete()
+    return made
+
+
+__all__ = ["DevicePool", "Pool", "make_pool", "reshard", "source_views"]

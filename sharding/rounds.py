@@ -13,26 +13,36 @@ if TYPE_CHECKING:
 Load = Counter[tuple[str, int]]
 
 
-def _loads(plan: Plan) -> list[Load]:
-    """Per template, bytes that each ("source" | "target", process) handles of one instance."""
-    of = plan.source.devices, plan.target.devices
+def device_loads(plan: Plan) -> list[Load]:
+    """Per template, bytes that each ("source" | "target", device) sends or gets of one instance."""
     found = []
     for template in plan.templates:
         load: Load = Counter()
         sizes = (template.volumes * template.itemsize).tolist()
-        for s, t, size in zip(
-            template.source_device.tolist(), template.target_device.tolist(), sizes, strict=True
-        ):
+        devices = template.source_device.tolist(), template.target_device.tolist()
+        for s, t, size in zip(*devices, sizes, strict=True):
             if s >= 0:
-                load["source", of[0][s]] += size
-                load["target", of[1][t]] += size
+                load["source", s] += size
+                load["target", t] += size
         found.append(load)
+    return found
+
+
+def _process_loads(plan: Plan) -> list[Load]:
+    """The same per process."""
+    of = {"source": plan.source.devices, "target": plan.target.devices}
+    found = []
+    for load in device_loads(plan):
+        summed: Load = Counter()
+        for (side, device), size in load.items():
+            summed[side, of[side][device]] += size
+        found.append(summed)
     return found
 
 
 def rounds(plan: Plan, limit_bytes: int) -> list[tuple[str, ...]]:
     """See `Plan.rounds`."""
-    loads = _loads(plan)
+    loads = _process_loads(plan)
     per_path: dict[str, Load] = {path: Counter() for path in plan.target}
     for instance in plan.instances:
         per_path[instance.target_path].update(loads[instance.template])

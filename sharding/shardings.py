@@ -8,7 +8,7 @@ of their number, as a grid of prime factors.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -111,3 +111,25 @@ def local_devices(layout: Layout) -> dict[int, Any]:
     if missing:
         raise MappingError(f"devices {missing} of the target layout are not devices of this process")
     return devices
+
+
+def check_meshes(source: Layout, target: Layout, arrays: Mapping[str, Any]) -> None:
+    """Raises `MappingError` if, in one jax world, each of two meshes has devices that the other has not.
+
+    The same devices (colocated), disjoint ones, and one mesh inside the other are fine. ``arrays``: the
+    source leaves, for the names of mesh axes. Device numbers of different worlds say nothing, so it is not
+    for `plan` to check.
+    """
+    ours, theirs = set(source.devices), set(target.devices)
+    both, only_ours, only_theirs = (sorted(s) for s in (ours & theirs, ours - theirs, theirs - ours))
+    if not (both and only_ours and only_theirs):
+        return
+    name, path = next(iter(source), ""), next(iter(target), "")
+    mesh = getattr(getattr(arrays.get(name), "sharding", None), "mesh", None)
+    axes = ", ".join(f"{k}={n}" for k, n in mesh.shape.items()) if mesh is not None else "unnamed"
+    raise MappingError(
+        f"reshard: source mesh ({axes}; devices {sorted(ours)}; tensor {name!r}) and target mesh (devices "
+        f"{sorted(theirs)}; tensor {path!r}) overlap partly: {both} belong to both, {only_ours} to the "
+        f"source alone, {only_theirs} to the target alone, so that the sides can run neither in turns nor "
+        "apart; use the same devices, disjoint ones, or one mesh inside the other"
+    )

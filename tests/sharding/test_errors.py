@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_sync.sharding import Layout, MappingError, Plan, Shard, TensorLayout, plan, reshard, trace
 from jaxrl_sync.sharding.box import Box
 from jaxrl_sync.sharding.layout import Placement
 from jaxrl_sync.sharding.slots import SlotLayout
-from tests.sharding.meshes import abstract, mesh
+from tests.sharding.meshes import P, abstract, mesh
 
 Tree = dict[str, Any]
 W = {"w": jax.ShapeDtypeStruct((4, 6), "float32"), "i": jax.ShapeDtypeStruct((3,), "int32")}
@@ -79,15 +80,26 @@ def test_a_source_whose_boxes_overlap_partly_or_leave_a_gap_is_refused() -> None
         _layout(Shard(0, 0, Box((0,), (5,))))
 
 
-def test_meshes_that_overlap_partly_in_one_process_still_move_every_bit() -> None:
-    on, to = mesh((4,), ("x",)), mesh((4,), ("y",), first=2)
+def _move(on: Mesh, to: Mesh, path: str | None) -> Any:
     host = np.arange(64, dtype=np.float32).reshape(8, 8)
-    params = {"w": jax.device_put(host, jax.sharding.NamedSharding(on, jax.sharding.PartitionSpec("x")))}
-    target = {"w": abstract((8, 8), "float32", to, None, "y")}
+    params = {"w": jax.device_put(host, NamedSharding(on, P(on.axis_names)))}
+    target = {"w": abstract((8, 8), "float32", to, None, to.axis_names)}
     corr = trace(lambda t: t, params, target)
-    assert np.array_equal(
-        np.asarray(reshard(params, plan(corr.export_layout, Layout.of(target), corr))["w"]), host
+    made = plan(corr.export_layout, Layout.of(target), corr)
+    assert np.array_equal(np.asarray(reshard(params, made, path=path)["w"]), host)
+
+
+@pytest.mark.parametrize("path", ["host", "device"])
+def test_meshes_that_overlap_partly_are_named_with_their_devices(path: str) -> None:
+    four = mesh((4,), ("x",))
+    said = (
+        r"source mesh \(x=4; devices \[0, 1, 2, 3\]; tensor 'w'\) and target mesh \(devices \[2, 3, 4, 5\]; "
+        r"tensor 'w'\) overlap partly: \[2, 3\] belong to both, \[0, 1\] to the source alone, \[4, 5\]"
     )
+    with pytest.raises(MappingError, match=said):
+        _move(four, mesh((4,), ("y",), first=2), path)
+    for other in (four, mesh((2, 2), ("y", "z"), first=4), mesh((2,), ("y",), first=1), mesh((8,), ("y",))):
+        _move(four, other, path)  # the same, disjoint, inside, around
 
 
 def test_a_corrupted_or_stale_plan_is_refused() -> None:

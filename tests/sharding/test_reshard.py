@@ -74,7 +74,9 @@ def test_nothing_here_donates_through_device_put_or_scatters_floats() -> None:
         assert not re.search(
             r"device_put\([^)]*donate\s*=", text.replace("``jax.device_put(donate=True)``", "")
         ), file
-        assert ".at[" not in text or file.name == "values.py", file
+        assert ".at[" not in text or file.name in ("values.py", "device_words.py"), (
+            file
+        )  # the latter: integers
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -118,7 +120,7 @@ def test_one_device_to_eight_and_back() -> None:
 
 def test_results_have_the_very_shardings_of_a_given_target_tree() -> None:
     params, _ = setting()
-    on = jax.sharding.Mesh(np.array(jax.devices())[[7, 2, 5, 4]].reshape(2, 2), ("a", "b"))
+    on = jax.sharding.Mesh(np.array(jax.devices())[[7, 6, 5, 4]].reshape(2, 2), ("a", "b"))
     target = {"w": abstract((16, 48), "bfloat16", on, "b", "a")}
     corr = trace(lambda t: {"w": t["w"]}, params, target)
     made = plan(corr.export_layout, Layout.of(target), corr)
