@@ -196,8 +196,8 @@ def entry_sums(
 ) -> U32:
     """[len(starts), 2] sums of single elements: unsigned ``bits`` at global ``rows`` and ``columns``.
 
-    Sum k covers the entries from ``starts[k]`` (ascending, none empty) to the next start. The sums of new bits
-    less those of old bits are what a tensor's digest changes by. Modulo 2^32.
+    Sum k covers the entries from ``starts[k]`` (ascending, none empty) to the next start. The sums of new
+    bits less those of old bits are what a tensor's digest changes by. Modulo 2^32.
     """
     words = bits.astype(np.uint32)
     if bits.dtype.itemsize == 8:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from jaxrl_sync.transfer.payload.settings import PayloadSettings
 from jaxrl_sync.transfer.verbs.settings import VerbsSettings
 
 TransportName = Literal["auto", "shm", "verbs", "tcp"]
@@ -16,7 +17,8 @@ class PublisherConfig:
 
     ``host`` is where it listens for subscribers (loopback unless the network is trusted), ``threads`` packs
     one edge, ``placed_run_bytes`` is the shortest contiguous run of a slot that tcp reads straight into it,
-    ``keep_versions`` counts the published versions whose export buffers stay for late joiners.
+    ``keep_versions`` counts the published versions whose export buffers stay for late joiners. ``payload``
+    says what travels: everything, or frames of what changed.
     """
 
     model: str = "policy"
@@ -33,6 +35,7 @@ class PublisherConfig:
     hub_timeout_s: float = 60.0
     ttl_s: float = 10.0
     verbs: VerbsSettings = VerbsSettings()
+    payload: PayloadSettings = PayloadSettings()
 
     def __post_init__(self) -> None:
         _check_common(self.transport, self.threads, self.timeout_s)
@@ -50,7 +53,8 @@ class SubscriberConfig:
 
     ``engine`` names the engine (all its ranks give the same name), ``rank`` of ``size`` its processes.
     ``slots`` whole versions have room in memory (serving and shadow). ``connections`` is the number of
-    TCP connections to each publisher process when an edge goes over tcp.
+    TCP connections to each publisher process when an edge goes over tcp. After ``recount_every`` frames the
+    digests are counted over the whole slot again, between that they follow from what changed.
     """
 
     engine: str = "engine-0"
@@ -62,6 +66,7 @@ class SubscriberConfig:
     connections: int = 2
     threads: int = 1
     verify: bool = True
+    recount_every: int = 16
     timeout_s: float = 60.0
     handshake_timeout_s: float = 10.0
     hub_timeout_s: float = 60.0
@@ -70,6 +75,8 @@ class SubscriberConfig:
 
     def __post_init__(self) -> None:
         _check_common(self.transport, self.threads, self.timeout_s)
+        if self.recount_every < 1:
+            raise ValueError(f"recount_every={self.recount_every}, expected at least 1")
         if not 0 <= self.rank < self.size:
             raise ValueError(f"rank={self.rank}, expected 0 to {self.size - 1}")
         if self.slots < 2:

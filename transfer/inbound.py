@@ -5,27 +5,37 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+import time
 from typing import Any
 
 from jaxrl_sync.sharding import Edge, UserError
+from jaxrl_sync.sharding.digests import copies_digest
 from jaxrl_sync.transfer import auth, wire
+from jaxrl_sync.transfer.codec.errors import WrongBase
 from jaxrl_sync.transfer.config import SubscriberConfig
 from jaxrl_sync.transfer.errors import DeadlineError, MismatchError, PeerLost, ProtocolError, TransferError
 from jaxrl_sync.transfer.hub.client import Member
 from jaxrl_sync.transfer.hub.state import version_json
 from jaxrl_sync.transfer.memory import SharedMemory
 from jaxrl_sync.transfer.outbound import keep_alive
+from jaxrl_sync.transfer.payload.settings import FRAME
+from jaxrl_sync.transfer.payload.shadow import Applied, Shadow
 from jaxrl_sync.transfer.placement import FULL, Terms
-from jaxrl_sync.transfer.receiving import Offer
+from jaxrl_sync.transfer.receiving import Offer, Prepared
 from jaxrl_sync.transfer.slots import Slot
 from jaxrl_sync.transfer.transports.base import remaining
 from jaxrl_sync.transfer.transports.shm import ShmReceiver
 from jaxrl_sync.transfer.transports.tcp import TcpReceiver
 from jaxrl_sync.transfer.transports.verbs import VerbsReceiver, has_port
 from jaxrl_sync.transfer.verbs.errors import VerbsError
+from jaxrl_sync.transfer.version import Version
 from jaxrl_sync.transfer.wire import Connection
 
 Digests = dict[str, tuple[int, int]]
+
+FRAME_FACTOR = 6
+FRAME_ROOM = 1 << 20
+"""A frame is at most so many times the edge, and its head: 32-bit positions of elements of one byte."""
 
 logger = logging.getLogger("jaxrl_sync.transfer")
 
@@ -44,6 +54,17 @@ class Opening:
     correspondence: str
     plan_digest: str
     edge: Edge
+    shadow: Shadow
+
+
+@dataclasses.dataclass(frozen=True)
+class Brought:
+    """What the last round brought: the payload kind, bytes that travelled, and what a frame did."""
+
+    payload: str
+    nbytes: int
+    applied: Applied | None = None
+    apply_s: float = 0.0
 
 
 class Inbound:
@@ -59,6 +80,8 @@ class Inbound:
         self.incarnation = publisher.incarnation
         self.peer = f"{publisher.name}.{publisher.rank}"
         self.edge = opening.edge
+        self.shadow = opening.shadow
+        self.brought = Brought(FULL, opening.edge.total_bytes)
         self.unconfirmed = False
         self._round_lock = threading.Lock()
         self._in_round = False
@@ -132,7 +155,7 @@ class Inbound:
             "transport": transport,
             "segments": [m.describe() for m in memories],
             "verbs": verbs.describe() if verbs is not None else None,
-            "payloads": [FULL],
+            "payloads": [FULL, FRAME],
             "verbs_port": transport == "auto" and has_port(self._config.verbs),
         }
         opened = self._ask(message, "opened", self._config.hub_timeout_s)
@@ -175,16 +198,18 @@ class Inbound:
             raise ProtocolError(f"{self.peer} answered {answer.get('kind')!r}, expected {expected!r}")
         return answer
 
-    def take(self, offer: Offer, slot: Slot, live: list[str], deadline: float) -> None:
-        """Have the edge of one version written into ``slot``; ``sums`` and then ``end`` must follow.
+    def take(self, offer: Offer, slot: Slot, serving: Slot | None, live: list[str], deadline: float) -> None:
+        """Bring the edge of one version into ``slot``; ``verify`` and then ``end`` must follow.
 
-        ``unconfirmed`` is True while the sender may write the slot. Gone, PeerLost, DeadlineError,
-        ProtocolError.
+        A frame starts from what ``serving`` holds. ``unconfirmed`` is True while the sender may write the
+        slot. Gone, PeerLost, DeadlineError, ProtocolError; FrameError, WrongBase and WrongPlan ask for an
+        anchor next time.
         """
         if not self._round_lock.acquire(timeout=remaining(deadline)):
             raise DeadlineError(f"the link to {self.peer} is busy")
         self._in_round = True
         self.unconfirmed = True
+        base = self.shadow.base(serving)
         self._connection.send(
             {
                 "kind": "ready",
@@ -192,6 +217,7 @@ class Inbound:
                 "version": version_json(offer.version),
                 "timeout_s": remaining(deadline),
                 "segments": live,
+                "base": version_json(base) if base is not None else None,
                 **self._receiver.ready(slot),
             },
             timeout_s=remaining(deadline),
@@ -207,12 +233,65 @@ class Inbound:
             raise ProtocolError(
                 f"{self.peer} sends payload {answer.get('payload')!r}, agreed on {self.terms.payloads}"
             )
-        self._receiver.receive(slot.views, deadline)
+        data = None
+        if answer.get("payload") == FRAME:
+            data = self._receive_frame(answer.get("bytes"), deadline)
+        else:
+            self.shadow.spoiled(slot)
+            self._receiver.receive(slot.views, deadline)
         done = self._next(offer, deadline)
         self._expect(done, "done")
         if done.get("version") != version_json(offer.version):
             raise ProtocolError(f"{self.peer} sent version {done.get('version')}, expected {offer.version}")
         self.unconfirmed = False
+        self.brought = Brought(FULL, self.edge.total_bytes)
+        if data is not None:
+            self._apply(data, slot, serving, offer.version)
+
+    def _receive_frame(self, nbytes: object, deadline: float) -> bytearray:
+        """A frame of so many bytes; none needs more than positions and values of every element."""
+        limit = FRAME_FACTOR * self.edge.total_bytes + FRAME_ROOM
+        if not isinstance(nbytes, int) or not 0 < nbytes <= limit:
+            raise ProtocolError(f"{self.peer} announces a frame of {nbytes!r} bytes, expected 1 to {limit}")
+        if isinstance(self._receiver, TcpReceiver):
+            data = bytearray(nbytes)
+            self._receiver.receive_frame(data, deadline)
+            return data
+        header, data = self._connection.recv(remaining(deadline), nbytes)
+        self._expect(header, "frame")
+        return data
+
+    def _apply(self, data: bytearray, slot: Slot, serving: Slot | None, version: Version) -> None:
+        start = time.monotonic()
+        if serving is None:
+            self.shadow.doubt = True
+            raise WrongBase(f"{self.peer} sent a frame for {version}, but no version serves here")
+        try:
+            applied = self.shadow.apply(data, slot, serving, version)
+        except TransferError:
+            self.shadow.doubt = True
+            raise
+        self.brought = Brought(FRAME, len(data), applied, time.monotonic() - start)
+
+    def verify(self, offer: Offer, slot: Slot, deadline: float) -> None:
+        """The state digest decides: what lies in the slot must be what the sender read. MismatchError."""
+        copies, threads, brought = self.edge.copies, self._config.threads, self.brought
+        found: Digests | None = brought.applied.digests if brought.applied is not None else None
+        if self._config.verify and found is None:
+            found = copies_digest(copies, slot.views, "target", threads)
+        sent = self.sums(offer, deadline)
+        if self._config.verify and found is not None and (sent or not copies):
+            wrong = sorted(p for p in found if found[p] != sent.get(p))
+            if wrong or len(found) != len(sent):
+                self.shadow.doubt = True
+                names = ", ".join(wrong[:5]) or "other tensors"
+                raise MismatchError(
+                    f"bits from {self.peer} over {self.transport} differ from those sent in: {names}"
+                )
+        if brought.payload == FULL:
+            self.shadow.filled(slot, offer.version, found)
+        else:
+            self.shadow.verified(slot, offer.version, found)
 
     def sums(self, offer: Offer, deadline: float) -> Digests:
         """The sender's digests of what ``take`` brought: it computes them while we recount ours."""
@@ -279,6 +358,26 @@ class Inbound:
         receiver = getattr(self, "_receiver", None)
         if receiver is not None:
             receiver.close()
+
+
+def prepared_by(version: Version, links: list[Inbound], wire_s: float, verify_s: float) -> Prepared:
+    """The report of a round over these links, all of which brought their edge; ``prepare_s`` is 0."""
+    brought = [link.brought for link in links]
+    elements = [max(1, link.edge.total_bytes) for link in links]
+    shares = [1.0 if b.applied is None else b.applied.density for b in brought]
+    density = sum(s * n for s, n in zip(shares, elements, strict=True)) / max(1, sum(elements))
+    names = {c for b in brought if b.applied is not None for c in b.applied.codings}
+    return Prepared(
+        version,
+        sum(b.nbytes for b in brought),
+        wire_s,
+        verify_s,
+        0.0,
+        "+".join(sorted({link.transport for link in links})) or "none",
+        "+".join(sorted({b.payload for b in brought})) or FULL,
+        ", ".join(sorted(names)),
+        density,
+    )
 
 
 def _is_pair(value: object) -> bool:

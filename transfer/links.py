@@ -14,6 +14,7 @@ from jaxrl_sync.transfer.hub.client import HubClient, Lease, Member
 from jaxrl_sync.transfer.hub.state import version_of
 from jaxrl_sync.transfer.inbound import Inbound, Opening
 from jaxrl_sync.transfer.pairing import Pairing
+from jaxrl_sync.transfer.payload.shadow import Shadow
 from jaxrl_sync.transfer.receiving import Offer
 from jaxrl_sync.transfer.slots import Slot, Target
 from jaxrl_sync.transfer.verbs.errors import PortDown
@@ -46,6 +47,7 @@ class Links:
         self._config = config
         self._slots = slots
         self._links: dict[tuple[str, int], Inbound] = {}
+        self._shadows: dict[int, Shadow] = {}  # by source process: worlds of one layout fill the same part
         self._pairing: Pairing | None = None
         self._plan = RankPlan(config.rank, "target", ())
         self._blobs = ("", "")
@@ -80,6 +82,21 @@ class Links:
                 raise PeerLost(f"no link to {offer.world}.{edge.source_process}, which has {offer.version}")
             links.append(link)
         return links
+
+    def request_anchor(self) -> None:
+        """Have the next version come in full over every link."""
+        for shadow in list(self._shadows.values()):
+            shadow.doubt = True
+
+    @property
+    def apply_s(self) -> float:
+        """Seconds that the last round's frames took to decode and apply, 0 where it had none."""
+        return max((link.brought.apply_s for link in self.all), default=0.0)
+
+    def forget_slots(self, live: set[int]) -> None:
+        """Slots whose memory was given up hold nothing any more."""
+        for shadow in list(self._shadows.values()):
+            shadow.forget(live)
 
     def cut_unconfirmed(self) -> bool:
         """Close every link whose sender may still write a slot of ours; whether there was one."""
@@ -140,6 +157,7 @@ class Links:
         for link in self.all:
             if not link.busy:
                 link.close()
+        self._shadows = {}
         self._plan = pairing.rank(self._config.rank, "target")
         self._pairing, self._blobs = pairing, blobs
         self._source_digest = str(publisher.info.get("source_digest"))
@@ -158,7 +176,12 @@ class Links:
             return
         if link is not None:
             link.close()
-        opening = Opening(self._hub.token, self._hub.run_id, *self._blobs, self._pairing.digest, edge)
+        shadow = self._shadows.get(publisher.rank)
+        if shadow is None:
+            recount = self._config.recount_every
+            shadow = Shadow(self._pairing.digest, edge, self._target.slot, recount)
+            self._shadows[publisher.rank] = shadow
+        opening = Opening(self._hub.token, self._hub.run_id, *self._blobs, self._pairing.digest, edge, shadow)
         self._links[key] = Inbound(publisher, opening, self._config, self._slots)
 
     def rejoin(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import socket
 import threading
@@ -14,8 +15,11 @@ from jaxrl_sync.sharding.digests import copies_digest
 from jaxrl_sync.transfer.errors import DeadlineError, MismatchError, PeerLost, ProtocolError, TransferError
 from jaxrl_sync.transfer.hub.state import version_json, version_of
 from jaxrl_sync.transfer.outcome import RankKey, RankOutcome
+from jaxrl_sync.transfer.payload.chain import Encoded
+from jaxrl_sync.transfer.payload.chains import Use
+from jaxrl_sync.transfer.payload.settings import FRAME
 from jaxrl_sync.transfer.placement import ALL_PLACED, ALL_STAGED, FULL, Terms
-from jaxrl_sync.transfer.transports.base import Sender
+from jaxrl_sync.transfer.transports.base import Sender, Shards, remaining
 from jaxrl_sync.transfer.transports.shm import ShmSender
 from jaxrl_sync.transfer.transports.tcp import TcpSender
 from jaxrl_sync.transfer.transports.verbs import VerbsSender
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
 
 LANES_TIMEOUT_S = 10.0
 MAX_LANES = 64
-PAYLOADS = (FULL,)
+PAYLOADS = (FULL, FRAME)
 
 logger = logging.getLogger("jaxrl_sync.transfer")
 
@@ -65,6 +69,7 @@ class Outbound:
         self._pairing: Pairing | None = None
         self._sender: Sender | None = None
         self._sent: dict[str, RankOutcome] = {}
+        self._use_of_chain: Use | None = None
         self._thread = threading.Thread(target=self._run, name=f"link-{engine}.{rank}", daemon=True)
 
     def start(self) -> None:
@@ -109,7 +114,9 @@ class Outbound:
                 version = _version(message)
                 sent = self._sent.pop(str(message.get("round")), RankOutcome())
                 seconds = {**sent.seconds, **_seconds(message)}
-                result = RankOutcome("installed", "", sent.transport, sent.nbytes, seconds)
+                result = dataclasses.replace(sent, state="installed", seconds=seconds)
+                if self._use_of_chain is not None:
+                    self._use_of_chain.confirmed(version, seconds.get("apply", 0.0))
                 self._publisher.installed(self.key, version, result)
             case "gave_up":
                 detail = str(message.get("reason"))
@@ -168,6 +175,11 @@ class Outbound:
         chosen, why = opened.pop("transport"), opened.pop("reason")
         border = {"shm": ALL_PLACED, "tcp": config.placed_run_bytes}.get(chosen, ALL_STAGED)
         self.terms = Terms(chosen, why, border, config.chunk_bytes, payloads)
+        self._publisher.chains.close(self.link)
+        self._use_of_chain = None
+        if FRAME in payloads:
+            plan = str(message.get("plan"))
+            self._use_of_chain = self._publisher.chains.open(self.link, plan, self._edge, chosen)
         logger.info("edge to %s.%d: %s (%s), %d bytes", *self.key, chosen, why, self._edge.total_bytes)
         return opened | {"terms": self.terms.to_json()}
 
@@ -234,6 +246,22 @@ class Outbound:
         deadline = time.monotonic() + min(
             limit_s if isinstance(limit_s, (int, float)) else 60.0, config.timeout_s
         )
+        use = self._use_of_chain
+        encoded = use.frame(_base(ready), version, sources) if use is not None else None
+        if encoded is None:
+            sent = self._send_full(ready, version, sources, deadline)
+        else:
+            sent = self._send_frame(ready, version, encoded, deadline)
+        sent = dataclasses.replace(sent, seconds={**sent.seconds, "queue": queue_s})
+        self._sent = {round_id: sent}
+        self._publisher.count_sent(sent.nbytes, sent.seconds["wire"], frame=encoded is not None)
+
+    def _send_full(
+        self, ready: dict[str, Any], version: Version, sources: Shards, deadline: float
+    ) -> RankOutcome:
+        """Every element of the edge, then its sums; afterwards the version is a base for frames."""
+        assert self._sender is not None and self._edge is not None
+        round_id, config, nbytes = str(ready.get("round")), self._publisher.config, self._edge.total_bytes
         self._say({"kind": "begin", "round": round_id, "payload": FULL})
         start = time.monotonic()
         self._sender.send(ready, sources, deadline)
@@ -241,10 +269,31 @@ class Outbound:
         self._say({"kind": "done", "round": round_id, "version": version_json(version)})
         digests = copies_digest(self._edge.copies, sources, "source", config.threads) if config.verify else {}
         self._say({"kind": "sums", "round": round_id, "digests": digests})
-        seconds = {"queue": queue_s, "wire": wire_s}
-        sent = RankOutcome("pending", "", self._sender.name, self._edge.total_bytes, seconds)
-        self._sent = {round_id: sent}
-        self._publisher.count_sent(self._edge.total_bytes, wire_s)
+        if self._use_of_chain is not None:
+            self._use_of_chain.sent_full(version, sources, nbytes, wire_s)
+        return RankOutcome("pending", "", self._sender.name, nbytes, {"wire": wire_s})
+
+    def _send_frame(
+        self, ready: dict[str, Any], version: Version, encoded: Encoded, deadline: float
+    ) -> RankOutcome:
+        """What changed since the receiver's version: over the lanes of tcp, else over the link itself."""
+        assert self._sender is not None and self._use_of_chain is not None
+        round_id, size = str(ready.get("round")), len(encoded.data)
+        self._say({"kind": "begin", "round": round_id, "payload": FRAME, "bytes": size})
+        start = time.monotonic()
+        if isinstance(self._sender, TcpSender):
+            self._sender.send_frame(ready, encoded.data, deadline)
+        else:
+            header = {"kind": "frame", "round": round_id}
+            self._connection.send(header, encoded.data, timeout_s=remaining(deadline))
+        wire_s = time.monotonic() - start
+        self._say({"kind": "done", "round": round_id, "version": version_json(version)})
+        digests = encoded.digests if self._publisher.config.verify else {}
+        self._say({"kind": "sums", "round": round_id, "digests": digests})
+        self._use_of_chain.sent_frame(encoded, wire_s)
+        seconds = {"wire": wire_s, "encode": encoded.encode_s}
+        name, density = self._sender.name, encoded.density
+        return RankOutcome("pending", "", name, size, seconds, FRAME, encoded.coding, density)
 
     def close(self) -> None:
         """Close the connection, the lanes and the mappings. Idempotent; the thread ends by itself."""
@@ -261,6 +310,14 @@ class Outbound:
         """Wait for the thread to end."""
         if threading.current_thread() is not self._thread and self._thread.ident is not None:
             self._thread.join(timeout_s)
+
+
+def _base(ready: dict[str, Any]) -> Version | None:
+    """The version that the receiver says its serving slot holds."""
+    try:
+        return version_of(ready.get("base"))
+    except ValueError as error:
+        raise ProtocolError(str(error)) from error
 
 
 def _version(message: dict[str, Any]) -> Version:

@@ -18,13 +18,20 @@ RankKey = tuple[str, int]
 
 @dataclasses.dataclass(frozen=True)
 class RankOutcome:
-    """One rank of one engine: bytes that this process sent, seconds by phase (queue, wire, verify, swap)."""
+    """One rank of one engine: bytes that this process sent, seconds by phase (queue, wire, verify, swap).
+
+    ``payload`` is full or frame; of a frame, ``coding`` names its codings and ``density`` the share of the
+    edge's elements that changed.
+    """
 
     state: RankState = "pending"
     detail: str = ""
     transport: str = ""
     nbytes: int = 0
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    payload: str = "full"
+    coding: str = ""
+    density: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)

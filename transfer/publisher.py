@@ -40,6 +40,7 @@ from jaxrl_sync.transfer.hub.state import version_json
 from jaxrl_sync.transfer.outbound import Outbound, keep_alive
 from jaxrl_sync.transfer.outcome import RankKey, RankOutcome, Ticket
 from jaxrl_sync.transfer.pairing import Pairing, compare_layouts
+from jaxrl_sync.transfer.payload.chains import Chains
 from jaxrl_sync.transfer.version import Version
 
 KEPT_TICKETS = 64
@@ -59,6 +60,7 @@ class PublisherStats:
     wire_s: float = 0.0
     bytes_sent: int = 0
     sends: int = 0
+    frames: int = 0
     links: int = 0
 
 
@@ -95,6 +97,7 @@ class Publisher:
         self._planning = threading.Lock()
         self._handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
         self._stats = PublisherStats()
+        self.chains = Chains(self.config.payload, self.config.threads)
         self._pairings: dict[tuple[str, str], Pairing] = {}
         self._kinds: dict[str, Correspondence] = {}
         self._held: list[Held] = []
@@ -195,7 +198,8 @@ class Publisher:
     def stats(self) -> dict[str, float]:
         """Counters as a dictionary: see PublisherStats."""
         with self._lock:
-            return {**dataclasses.asdict(self._stats), "links": len(self._links)}
+            counters = {**dataclasses.asdict(self._stats), "links": len(self._links)}
+        return {**counters, **self.chains.stats()}
 
     # The hub.
 
@@ -298,10 +302,11 @@ class Publisher:
         with self._lock:
             return time.monotonic() - self._published_at.get(version, time.monotonic())
 
-    def count_sent(self, nbytes: int, wire_s: float) -> None:
-        """Note one edge that was sent."""
+    def count_sent(self, nbytes: int, wire_s: float, frame: bool = False) -> None:
+        """Note one edge that was sent, by a frame or in full."""
         with self._lock:
             self._stats.sends += 1
+            self._stats.frames += frame
             self._stats.bytes_sent += nbytes
             self._stats.wire_s += wire_s
 
@@ -332,6 +337,7 @@ class Publisher:
 
     def link_ended(self, link: Outbound, reason: str) -> None:
         """A link is gone: what it still owed is failed."""
+        self.chains.close(link.link)
         with self._lock:
             self._links.pop(link.link, None)
             replaced = any(other.key == link.key for other in self._links.values())

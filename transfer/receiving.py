@@ -34,7 +34,11 @@ class Filling:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """What a prepare did: bytes that arrived at this rank, seconds by phase, the transports used."""
+    """What a prepare did: bytes that arrived at this rank, seconds by phase, the transports used.
+
+    ``payload`` is full, frame or both joined by "+"; of frames, ``coding`` names the codings and ``density``
+    is the share of elements that changed (1 for a full copy).
+    """
 
     version: Version
     nbytes: int
@@ -42,6 +46,9 @@ class Prepared:
     verify_s: float
     prepare_s: float
     transport: str
+    payload: str = "full"
+    coding: str = ""
+    density: float = 1.0
 
 
 @dataclasses.dataclass
@@ -52,6 +59,7 @@ class SubscriberStats:
     installed: int = 0
     failed: int = 0
     quarantined: int = 0
+    frames: int = 0
     bytes_received: int = 0
     wire_s: float = 0.0
     verify_s: float = 0.0

@@ -16,20 +16,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxrl_sync.sharding.digests import copies_digest
 from jaxrl_sync.transfer import receiving
 from jaxrl_sync.transfer.clean import remove_stale
 from jaxrl_sync.transfer.config import SubscriberConfig
 from jaxrl_sync.transfer.errors import (
     DeadlineError,
-    MismatchError,
     PeerLost,
     ResourceError,
     TransferError,
 )
 from jaxrl_sync.transfer.hub.client import POLL_S, HubClient, HubRefused, Member
 from jaxrl_sync.transfer.hub.state import version_json
-from jaxrl_sync.transfer.inbound import Gone, Inbound
+from jaxrl_sync.transfer.inbound import Gone, Inbound, prepared_by
 from jaxrl_sync.transfer.links import Links, read_watch
 from jaxrl_sync.transfer.memory import SHM_DIR, PrivateMemory, SharedMemory
 from jaxrl_sync.transfer.receiving import Offer, ReceiverState, SubscriberStats
@@ -186,6 +184,10 @@ class Subscriber:
         with self._changed:
             return dataclasses.asdict(self._stats)
 
+    def request_anchor(self) -> None:
+        """Take the next version in full, whatever payload the publisher prefers."""
+        self._links.request_anchor()
+
     def close(self) -> None:
         """Leave the hub, close every link, free slots that nobody looks at. Idempotent."""
         if self._closed.is_set():
@@ -314,7 +316,7 @@ class Subscriber:
                     self._state = receiving.begin(self._state, offer)
                     filling = self._state.filling
                 assert filling is not None
-                nbytes, wire_s, verify_s, transport = self._fill(offer, filling.slot, deadline)
+                report = self._fill(offer, filling.slot, deadline)
                 self._wait_group(offer, deadline)
             except Gone as error:
                 logger.warning("%s; waiting up to %.1f s for another", error, deadline - time.monotonic())
@@ -335,11 +337,12 @@ class Subscriber:
             self._state = receiving.prepared(self._state)
             self._failures = 0
             self._stats.prepared += 1
-            self._stats.bytes_received += nbytes
-            self._stats.wire_s += wire_s
-            self._stats.verify_s += verify_s
+            self._stats.frames += "frame" in report.payload
+            self._stats.bytes_received += report.nbytes
+            self._stats.wire_s += report.wire_s
+            self._stats.verify_s += report.verify_s
             self._stats.prepare_s += prepare_s
-        return offer, Prepared(offer.version, nbytes, wire_s, verify_s, prepare_s, transport)
+        return offer, dataclasses.replace(report, version=offer.version, prepare_s=prepare_s)
 
     def _make_room(self) -> None:
         """Replace the slots that found no room when their round failed; the serving one isn't touched."""
@@ -367,52 +370,40 @@ class Subscriber:
                     raise cause
                 self._changed.wait(min(left, 1.0))
 
-    def _fill(self, offer: Offer, index: int | None, deadline: float) -> tuple[int, float, float, str]:
-        """Take every edge into slot ``index`` and recount: (bytes, wire_s, verify_s, transport)."""
+    def _fill(self, offer: Offer, index: int | None, deadline: float) -> Prepared:
+        """Take every edge into slot ``index`` and check it; ``prepare_s`` is left for the caller."""
         if index is None:
-            return 0, 0.0, 0.0, "none"
+            return Prepared(offer.version, 0, 0.0, 0.0, 0.0, "none")
         start = time.monotonic()
         slot = self._slots[index]
         links = self._links.of(offer)
         self._links.write_constants(slot)
+        self._links.forget_slots({s.generation for s in self._slots})
         try:
             self._take_all(links, offer, slot, deadline)
             wire_s = time.monotonic() - start
             for link in links:
-                self._verify(link, offer, slot, deadline)
+                link.verify(offer, slot, deadline)
         finally:
             for link in links:
                 link.end()
         slot.fill_devices()
         verify_s = time.monotonic() - start - wire_s
-        names = sorted({link.transport for link in links})
-        return sum(k.edge.total_bytes for k in links), wire_s, verify_s, "+".join(names) or "none"
+        return prepared_by(offer.version, links, wire_s, verify_s)
 
     def _take_all(self, links: list[Inbound], offer: Offer, slot: Slot, deadline: float) -> None:
         """All edges side by side; waits for every one of them, then raises the first error."""
         live = [s.memory.name for s in self._slots]
-        takes = [self._pool.submit(link.take, offer, slot, live, deadline) for link in links[1:]]
+        with self._changed:
+            serving = None if self._state.serving is None else self._slots[self._state.serving]
+        takes = [self._pool.submit(link.take, offer, slot, serving, live, deadline) for link in links[1:]]
         try:
             if links:
-                links[0].take(offer, slot, live, deadline)
+                links[0].take(offer, slot, serving, live, deadline)
         finally:
             concurrent.futures.wait(takes)
         for take in takes:
             take.result()
-
-    def _verify(self, link: Inbound, offer: Offer, slot: Slot, deadline: float) -> None:
-        """The state digest decides: what lies in the slot must be what the sender read."""
-        copies, threads = link.edge.copies, self.config.threads
-        found = copies_digest(copies, slot.views, "target", threads) if self.config.verify else {}
-        sent = link.sums(offer, deadline)
-        if not self.config.verify or (not sent and copies):
-            return  # one side was told not to verify
-        wrong = sorted(p for p in found if found[p] != sent.get(p))
-        if wrong or len(found) != len(sent):
-            names = ", ".join(wrong[:5]) or "other tensors"
-            raise MismatchError(
-                f"bits from {link.peer} over {link.transport} differ from those sent in: {names}"
-            )
 
     def _wait_group(self, offer: Offer, deadline: float) -> None:
         """With several ranks: all of them hold the version, or none takes it."""
@@ -475,7 +466,7 @@ class Subscriber:
             "kind": "installed",
             "round": offer.round,
             "version": version_json(offer.version),
-            "seconds": {"swap": swap_s},
+            "seconds": {"swap": swap_s, "apply": self._links.apply_s},
         }
 
         def report() -> None:

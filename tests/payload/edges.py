@@ -1,4 +1,4 @@
-"""An edge between two small layouts with strided copies, several widths and replicas, for chain and shadow."""
+"""An edge between two small layouts: strided copies, several widths, replicas; for chain and shadow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chain and shadow against each other in one process: every version bit for bit, whatever is skipped or lost."""
+"""Chain and shadow against each other: every version bit for bit, whatever is skipped, lost or done twice."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from jaxrl_sync.sharding import CopyTable
 from jaxrl_sync.sharding.digests import copies_digest
-from jaxrl_sync.transfer.codec.choose import CodingRules
 from jaxrl_sync.transfer.codec.errors import CorruptFrame, FrameError, TruncatedFrame, WrongBase, WrongPlan
+from jaxrl_sync.transfer.codec.rules import CodingRules
 from jaxrl_sync.transfer.payload.chain import Chain, compare, compare_numpy, union
 from jaxrl_sync.transfer.payload.sections import Section
 from jaxrl_sync.transfer.payload.settings import PayloadSettings

@@ -18,11 +18,13 @@ from jaxrl_sync.sharding.paths import leaves_by_path
 from jaxrl_sync.sharding.presets import qwen3
 from jaxrl_sync.transfer import HubClient, Publisher, PublisherConfig, Subscriber, SubscriberConfig, auth
 from jaxrl_sync.transfer.hub.server import run_hub
+from jaxrl_sync.transfer.payload.settings import PayloadSettings
 from jaxrl_sync.transfer.version import Version
 
 CONFIG = qwen3.DecoderConfig(
     vocab_size=64, num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=64
 )
+FULL = PayloadSettings()
 AXES = {"embed": "fsdp", "vocab": "tp", "heads": "tp", "kv_heads": "tp", "ff": "tp"}
 
 
@@ -34,8 +36,14 @@ class Rig:
         self._token_file = token_file
         self._open: list[Any] = []
 
-    def publisher(self, source: Any, transport: Any = "auto", convert: Any = None) -> Publisher:
-        config = PublisherConfig(transport=transport, chunk_bytes=4096, ttl_s=2.0)
+    def publisher(
+        self,
+        source: Any,
+        transport: Any = "auto",
+        convert: Any = None,
+        payload: PayloadSettings = FULL,
+    ) -> Publisher:
+        config = PublisherConfig(transport=transport, chunk_bytes=4096, ttl_s=2.0, payload=payload)
         made = Publisher(self._hub.url, source, token_file=self._token_file, config=config, convert=convert)
         self._open.append(made)
         return made

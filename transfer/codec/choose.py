@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +20,7 @@ from jaxrl_sync.transfer.codec import gaps, planes, positions, rice, values
 from jaxrl_sync.transfer.codec.bits import Bits, Positions
 from jaxrl_sync.transfer.codec.costs import Speeds, name_of
 from jaxrl_sync.transfer.codec.frame import Coding
-
-PositionChoice = Literal["auto", "bitmap", "u32", "gap16", "gap8", "rice"]
-ValueChoice = Literal["auto", "overwrite", "xor", "ulp"]
-ZstdChoice = Literal["auto", "on", "off"]
+from jaxrl_sync.transfer.codec.rules import CodingRules
 
 SAMPLE = 1 << 14
 """Words that zstd is tried on; less than that many is compressed as a whole."""
@@ -32,32 +29,6 @@ LEAST_SHRINK = 0.05
 """zstd isn't expected to shrink below this share: a coding that would need it to isn't tried."""
 
 T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True)
-class CodingRules:
-    """What may be chosen: a coding by name, or ``auto``. ``values = "auto"`` allows what isn't idempotent."""
-
-    positions: PositionChoice = "auto"
-    values: ValueChoice = "overwrite"
-    zstd: ZstdChoice = "auto"
-    whole: bool = True
-
-    def __post_init__(self) -> None:
-        if self.positions not in ("auto", "bitmap", *_GAPPED):
-            raise ValueError(f"positions={self.positions!r}, expected auto, bitmap, u32, gap16, gap8 or rice")
-        if self.values not in ("auto", "overwrite", "xor", "ulp"):
-            raise ValueError(f"values={self.values!r}, expected auto, overwrite, xor or ulp")
-        if self.zstd not in ("auto", "on", "off"):
-            raise ValueError(f"zstd={self.zstd!r}, expected auto, on or off")
-
-    @property
-    def needs_old(self) -> bool:
-        """Whether the old bits of changed elements are of use."""
-        return self.values != "overwrite"
-
-
-_GAPPED = ("u32", "gap16", "gap8", "rice")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The sender's memory of one edge: the bits of the newest version, and what changed in the versions before it.
+"""The sender's memory of one edge: the bits of the newest version, and what changed in those before it.
 
 A chain is kept once per target layout, process of it and transport, however many equal replicas ask. It holds
 a snapshot of the packed edge in wire dtype (the baseline) and steps: positions, old and new bits between
@@ -140,7 +140,7 @@ class Chain:
         return base == self._head or any(s.base == base for s in self._steps)
 
     def _between(self, base: Version, version: Version) -> list[Step] | None:
-        """The steps from ``base`` to ``version``, none at all if they are the same; None if there is no way."""
+        """The steps from ``base`` to ``version``, none if they are the same; None if there is no way."""
         if base == version:
             return []
         first = next((i for i, s in enumerate(self._steps) if s.base == base), None)
@@ -199,7 +199,7 @@ class Chain:
         return _joined(found, section)
 
     def _forget(self) -> None:
-        """Let go of steps that all receivers are past; of the oldest where there are too many or too large."""
+        """Let go of steps that all receivers are past; of the oldest where they are too many or too large."""
         needed = list(self._confirmed.values())
         while self._steps:
             oldest = self._steps[0].version
@@ -231,7 +231,7 @@ class Chain:
         data = frame.encode(head, changes, codings)
         total = sum(s.elements for s in self.sections)
         digests = steps[-1].digests if steps else dict(self._digests)
-        names = "+".join(sorted({str(c) for c in codings if c.positions.kind != "none"})) or "none"
+        names = ", ".join(sorted({str(c) for c in codings if c.positions.kind != "none"}))
         seconds = time.perf_counter() - start
         return Encoded(data, digests, changed / max(1, total), names, seconds)
 
@@ -269,7 +269,7 @@ def _joined(parts: Sequence[Entries], section: Section) -> Entries:
 
 
 def union(steps: Sequence[Entries], section: Section) -> Entries:
-    """One step that does what several do, in order; elements that came back to their old bits are left out."""
+    """One step that does what several do in order, without elements that came back to their old bits."""
     if len(steps) <= 1:
         return steps[0] if steps else _joined([], section)
     positions, new, old = _joined(steps, section)

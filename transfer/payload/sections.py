@@ -1,7 +1,7 @@
 """An edge as flat buffers: its packed stream cut into sections of one element width, and where entries lie.
 
 Both sides cut alike, from the plan alone. Positions of a section are element numbers of its stream; `Places`
-turns them into elements of the receiver's slot and into the global rows and columns that digests are keyed by.
+turns them into elements of the receiver's slot and into the global rows and columns that key the digests.
 """
 
 from __future__ import annotations
@@ -94,14 +94,14 @@ class Located:
 
 
 class Places:
-    """Where the entries of one section lie. ``origin(copy)``: element of the slot at which its shard starts."""
+    """Where the entries of one section lie. ``origin(copy)``: element of the slot where its shard starts."""
 
     def __init__(self, section: Section, origin: Callable[[Copy], int] | None = None) -> None:
         self.section = section
         self.paths = [c.target_path for c in section.copies]
         sizes = np.array([c.num_elements for c in section.copies], np.int64)
         self._bounds = np.concatenate([[0], np.cumsum(sizes)])
-        depth = max((len(c.shape) for c in section.copies), default=0)
+        depth = max(1, *(len(c.shape) for c in section.copies))
         table = [_rows(c, depth, origin(c) if origin else 0) for c in section.copies]
         self._base = np.array([t[0] for t in table], np.int64).reshape(-1, 3)
         self._inner = np.array([t[1] for t in table], np.int64).reshape(-1, depth)

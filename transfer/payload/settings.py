@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from jaxrl_sync.transfer.codec.choose import CodingRules
+from jaxrl_sync.transfer.codec.rules import CodingRules
 
 Payload = Literal["full", "sparse", "bitmap", "auto"]
 
@@ -60,6 +60,7 @@ class Seen:
         self.rate_bytes_s = math.nan
         self.frame_s = math.nan
         self.full_s = math.nan
+        self.apply_s = 0.0
         self._since = 0
 
     def full(self, nbytes: int, wire_s: float) -> None:
@@ -70,9 +71,13 @@ class Seen:
 
     def frame(self, nbytes: int, wire_s: float, coder_s: float) -> None:
         """A round with a frame: comparing, coding, the wire, and applying it at the other end."""
-        self.frame_s = _mean(self.frame_s, wire_s + coder_s)
+        self.frame_s = _mean(self.frame_s, wire_s + coder_s + self.apply_s)
         if nbytes >= 1 << 20:
             self.rate_bytes_s = _mean(self.rate_bytes_s, nbytes / max(wire_s, 1e-6))
+
+    def applied(self, seconds: float) -> None:
+        """What a receiver needed to decode and apply a frame."""
+        self.apply_s = seconds if not self.apply_s else _mean(self.apply_s, seconds)
 
     @property
     def rate(self) -> float:
@@ -80,7 +85,7 @@ class Seen:
         return 1e9 if math.isnan(self.rate_bytes_s) else self.rate_bytes_s
 
     def frame_pays(self) -> bool:
-        """Whether a frame is expected to take less time than a full round; the loser is tried now and then."""
+        """Whether a frame should take less time than a full round; the loser is tried now and then."""
         if math.isnan(self.frame_s) or math.isnan(self.full_s):
             return True
         self._since += 1

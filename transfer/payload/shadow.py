@@ -9,6 +9,7 @@ version or not at all, so that XOR and ulp codings are applied once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Protocol
 
 from jaxrl_sync.sharding import Copy, CopyTable, Edge, SlotLayout
@@ -19,6 +20,7 @@ from jaxrl_sync.transfer.payload.sections import (
     Digests,
     Index,
     Places,
+    Section,
     bits_of_memory,
     sections_of,
     slot_origin,
@@ -34,7 +36,7 @@ class SlotLike(Protocol):
     """What is needed of a slot: its memory, the arrays over it, and a number that no other memory has."""
 
     memory: Any
-    views: dict[tuple[int, str], Any]
+    views: Any
     generation: int
 
 
@@ -58,7 +60,7 @@ class Applied:
 
     digests: Digests | None
     density: float
-    coding: str
+    codings: tuple[str, ...]
 
 
 class Shadow:
@@ -67,11 +69,7 @@ class Shadow:
     def __init__(self, plan: str, edge: Edge, slot: SlotLayout, recount_every: int = 16) -> None:
         self._plan = plan
         self._edge = edge
-        self._sections = sections_of(edge.copies)
-        origin = slot_origin(slot.offset)
-        self._places = [Places(s, origin) for s in self._sections]
-        self._within = CopyTable.direct([_inside(c) for c in edge.copies])
-        self._scatter = [CopyTable.scatter(s.copies) for s in self._sections]
+        self._slot = slot
         self._recount_every = recount_every
         self._since = 0
         self._content: dict[int, Version] = {}
@@ -82,16 +80,33 @@ class Shadow:
         self.copied = 0
         """Times that a slot had to be copied from the serving one."""
 
+    @functools.cached_property
+    def _sections(self) -> tuple[Section, ...]:
+        return sections_of(self._edge.copies)
+
+    @functools.cached_property
+    def _places(self) -> list[Places]:
+        origin = slot_origin(self._slot.offset)
+        return [Places(s, origin) for s in self._sections]
+
+    @functools.cached_property
+    def _scatter(self) -> list[CopyTable]:
+        return [CopyTable.scatter(s.copies) for s in self._sections]
+
+    @functools.cached_property
+    def _within(self) -> CopyTable:
+        return CopyTable.direct([_inside(c) for c in self._edge.copies])
+
     def base(self, serving: SlotLike | None) -> Version | None:
         """The version that a frame may start from; None asks for an anchor."""
         if self.doubt or serving is None:
             return None
         return self._content.get(serving.generation)
 
-    def filled(self, slot: SlotLike, version: Version, digests: Digests) -> None:
-        """A verified full copy lies in ``slot``."""
+    def filled(self, slot: SlotLike, version: Version, digests: Digests | None) -> None:
+        """A full copy lies in ``slot``; its digests where they were counted."""
         self._content[slot.generation] = version
-        self._digests = {version: digests}
+        self._digests = {} if digests is None else {version: digests}
         self._kept = []
         self._since = 0
         self.doubt = False
@@ -132,15 +147,16 @@ class Shadow:
         if self._since >= self._recount_every:
             digests, self._since = None, 0
         sections = found.head.sections
-        names = "+".join(sorted({str(s.coding) for s in sections if s.count})) or "none"
+        names = tuple(sorted({str(s.coding) for s in sections if s.count}))
         elements = sum(s.elements for s in sections)
         return Applied(digests, frame.num_changed(changes) / max(1, elements), names)
 
-    def verified(self, slot: SlotLike, version: Version, digests: Digests) -> None:
+    def verified(self, slot: SlotLike, version: Version, digests: Digests | None) -> None:
         """The digests of what `apply` wrote are those of the sender: the slot holds ``version``."""
         self._content[slot.generation] = version
         self._digests = {v: d for v, d in self._digests.items() if v in self._content.values()}
-        self._digests[version] = digests
+        if digests is not None:
+            self._digests[version] = digests
 
     def recount(self, slot: SlotLike, threads: int) -> Digests:
         """The edge's digests from every element of the slot."""

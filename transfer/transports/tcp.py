@@ -112,6 +112,18 @@ class TcpSender:
 
         lanes.run(work)
 
+    def send_frame(self, ready: dict[str, Any], data: bytearray, deadline: float) -> None:
+        """Send a frame in equal shares, one per lane; returns when the kernel has taken all of it."""
+        lanes, round_id = self._lanes, ready.get("round")
+
+        def work(lane: int) -> None:
+            share = _share_of_frame(memoryview(data), lane, len(lanes.connections))
+            header = {"kind": "frame", "round": round_id, "lane": lane}
+            lanes.connections[lane].send_header(header, share.nbytes, remaining(deadline))
+            _send(lanes.connections[lane], [share] if share.nbytes else [], deadline)
+
+        lanes.run(work)
+
     def _send_chunk(self, lane: int, index: int, sources: Pinned, deadline: float) -> None:
         lanes, place = self._lanes, self._lanes.windows[index]
         if place.table is None:
@@ -159,7 +171,7 @@ class TcpReceiver:
         slot = views if isinstance(views, Pinned) else Pinned(dict(views))
 
         def work(lane: int) -> None:
-            self._check_header(lane, deadline)
+            self._check_header(lane, deadline, "stream", lanes.share_bytes(lane))
             connection = lanes.connections[lane]
             for index in lanes.share(lane):
                 place, into = lanes.windows[index], placed[index]
@@ -173,11 +185,22 @@ class TcpReceiver:
 
         lanes.run(work)
 
-    def _check_header(self, lane: int, deadline: float) -> None:
-        connection, expected = self._lanes.connections[lane], self._lanes.share_bytes(lane)
+    def receive_frame(self, data: bytearray, deadline: float) -> None:
+        """Fill ``data`` with a frame. ProtocolError on a wrong round or share; PeerLost, DeadlineError."""
+        lanes = self._lanes
+
+        def work(lane: int) -> None:
+            share = _share_of_frame(memoryview(data), lane, len(lanes.connections))
+            self._check_header(lane, deadline, "frame", share.nbytes)
+            _receive(lanes.connections[lane], [share] if share.nbytes else [], deadline)
+
+        lanes.run(work)
+
+    def _check_header(self, lane: int, deadline: float, kind: str, expected: int) -> None:
+        connection = self._lanes.connections[lane]
         header, nbytes = connection.recv_header(remaining(deadline))
         found = header.get("kind"), header.get("round"), header.get("lane"), nbytes
-        if found != ("stream", self._round, lane, expected):
+        if found != (kind, self._round, lane, expected):
             raise ProtocolError(
                 f"{connection.peer} sent {found}, expected lane {lane} of {self._round}, {expected} bytes"
             )
@@ -186,6 +209,11 @@ class TcpReceiver:
         """Close the lanes; idempotent."""
         self._lanes.close()
         self._views = {}
+
+
+def _share_of_frame(data: memoryview, lane: int, lanes: int) -> memoryview:
+    """Lane i of n carries bytes i/n to (i+1)/n of a frame."""
+    return data[len(data) * lane // lanes : len(data) * (lane + 1) // lanes]
 
 
 def _send(connection: Connection, views: list[memoryview], deadline: float) -> None:

@@ -1,0 +1,194 @@
+"""Frames between a live publisher and live subscribers bring, bit for bit, what a full sync brings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_sync.transfer import Version
+from jaxrl_sync.transfer.codec.errors import CorruptFrame, WrongBase
+from jaxrl_sync.transfer.codec.rules import CodingRules
+from jaxrl_sync.transfer.errors import MismatchError
+from jaxrl_sync.transfer.payload.chain import Chain
+from jaxrl_sync.transfer.payload.settings import PayloadSettings
+from tests.transfer.models import Rig, convert, host, same_bits, take, trainer_params
+
+SPARSE = PayloadSettings("sparse", CodingRules(whole=False))
+
+
+@jax.jit
+def _step(params: Any, seed: Any) -> Any:
+    """A small step of every 20th weight."""
+
+    def moved(x: jax.Array) -> jax.Array:
+        chosen = (jnp.arange(x.size) * 7 + seed * 3) % 20 == 0
+        return x * (1 + 0.01 * chosen.reshape(x.shape))
+
+    return jax.tree.map(moved, params)
+
+
+def _prepare(subscriber: Any) -> Any:
+    update = subscriber.poll(15)
+    assert update is not None
+    return update, update.prepare()
+
+
+@pytest.mark.invariant(39)
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("values", ["overwrite", "auto"])
+def test_frames_bring_every_version_bit_for_bit(rig: Rig, transport: str, values: Any) -> None:
+    params = trainer_params()
+    settings = PayloadSettings("sparse", CodingRules(values=values, whole=False))
+    publisher = rig.publisher(params, transport, payload=settings)
+    subscriber = rig.subscriber(transport=transport)
+    full_bytes = 0
+    for number in range(8):
+        ticket = publisher.publish(params, Version("a", number))
+        update, report = _prepare(subscriber)
+        assert same_bits(update.swap(), convert(params)), number
+        if number == 0:
+            full_bytes = report.nbytes
+            assert report.payload == "full" and report.density == 1.0
+        else:
+            assert report.payload == "frame" and report.transport == transport
+            assert report.nbytes < full_bytes / 4 and 0 < report.density < 0.1 and report.coding
+            rank = ticket.wait(10).engines["engine-0"][0]
+            assert (rank.payload, rank.nbytes) == ("frame", report.nbytes)
+            assert rank.density == pytest.approx(report.density) and rank.coding == report.coding
+        params = _step(params, number)
+    assert subscriber.stats()["frames"] == 7 == publisher.stats()["frames"]
+
+
+def test_full_stays_full_and_auto_is_full_over_shared_memory(rig: Rig) -> None:
+    params = trainer_params()
+    publisher = rig.publisher(params, "shm", payload=PayloadSettings("auto"))
+    subscriber = rig.subscriber(transport="shm")
+    for number in range(3):
+        publisher.publish(params, Version("a", number))
+        update, report = _prepare(subscriber)
+        assert report.payload == "full" and same_bits(update.swap(), convert(params))
+        params = _step(params, number)
+    stats = publisher.stats()
+    assert stats["baseline_bytes"] == stats["frames_encoded"] == 0  # nothing was compared, nothing kept
+
+
+@pytest.mark.invariant(39)
+def test_a_slow_engine_gets_the_union_and_a_late_one_an_anchor(rig: Rig) -> None:
+    params = trainer_params()
+    publisher = rig.publisher(params, "tcp", payload=SPARSE)
+    fast, slow = rig.subscriber("fast", transport="tcp"), rig.subscriber("slow", transport="tcp")
+    publisher.publish(params, Version("a", 0))
+    take(fast), take(slow)
+    for number in range(1, 5):
+        params = _step(params, number)
+        publisher.publish(params, Version("a", number))
+        update, report = _prepare(fast)
+        assert report.payload == "frame" and same_bits(update.swap(), convert(params))
+    update, report = _prepare(slow)
+    while update.version.number < 4:  # an offer that was open when the fast one went on
+        update.swap()
+        update, report = _prepare(slow)
+    assert report.payload == "frame" and same_bits(update.swap(), convert(params))
+    late = rig.subscriber("late", transport="tcp")
+    update, report = _prepare(late)
+    edge_bytes = report.nbytes
+    assert report.payload == "full" and same_bits(update.swap(), convert(params))
+    params = _step(params, 9)
+    publisher.publish(params, Version("a", 5))
+    for subscriber in (fast, slow, late):
+        update, report = _prepare(subscriber)
+        assert report.payload == "frame" and same_bits(update.swap(), convert(params))
+    assert publisher.stats()["baseline_bytes"] == edge_bytes  # three engines, one baseline
+
+
+@pytest.mark.invariant(39)
+def test_a_new_lineage_and_a_restarted_trainer_bring_an_anchor(rig: Rig) -> None:
+    params = trainer_params()
+    publisher = rig.publisher(params, "tcp", payload=SPARSE)
+    subscriber = rig.subscriber(transport="tcp")
+    for number, lineage in ((0, "a"), (1, "a"), (1, "b"), (2, "b")):
+        params = _step(params, number)
+        publisher.publish(params, Version(lineage, number))
+        update, report = _prepare(subscriber)
+        assert report.payload == ("full" if (lineage, number) in (("a", 0), ("b", 1)) else "frame")
+        assert same_bits(update.swap(), convert(params))
+    publisher.close()
+    publisher = rig.publisher(params, "tcp", payload=SPARSE)
+    for number in (3, 4):
+        params = _step(params, number)
+        publisher.publish(params, Version("b", number))
+        update, report = _prepare(subscriber)
+        assert report.payload == ("full" if number == 3 else "frame")
+        assert same_bits(update.swap(), convert(params))
+
+
+def test_anchors_come_on_request_and_on_interval(rig: Rig) -> None:
+    params = trainer_params()
+    settings = PayloadSettings("sparse", CodingRules(whole=False), anchor_every=3)
+    publisher = rig.publisher(params, "tcp", payload=settings)
+    subscriber = rig.subscriber(transport="tcp")
+    kinds = []
+    for number in range(9):
+        params = _step(params, number)
+        publisher.publish(params, Version("a", number))
+        if number == 6:
+            subscriber.request_anchor()
+        update, report = _prepare(subscriber)
+        kinds.append(report.payload)
+        assert same_bits(update.swap(), convert(params))
+    assert kinds == ["full", "frame", "frame", "frame", "full", "frame", "full", "frame", "frame"]
+
+
+@pytest.mark.invariant(32)
+@pytest.mark.invariant(39)
+@pytest.mark.parametrize("damage", ["flip", "replay", "sums"])
+def test_a_bad_frame_is_refused_by_name_and_repaired_by_an_anchor(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    params = trainer_params()
+    publisher = rig.publisher(params, "tcp", payload=SPARSE)
+    subscriber = rig.subscriber(transport="tcp")
+    publisher.publish(params, Version("a", 0))
+    take(subscriber)
+    sent: list[Any] = []
+    true_frame = Chain.frame
+
+    def bad_frame(self: Chain, *args: Any) -> Any:
+        import dataclasses
+
+        encoded = true_frame(self, *args)
+        if encoded is None:
+            return None
+        sent.append(encoded)
+        if len(sent) == 1:
+            return encoded
+        if damage == "flip":
+            data = bytearray(encoded.data)
+            data[len(data) // 2] ^= 1
+            return dataclasses.replace(encoded, data=data)
+        if damage == "replay":
+            return sent[0]
+        return dataclasses.replace(encoded, digests={p: (a ^ 1, b) for p, (a, b) in encoded.digests.items()})
+
+    monkeypatch.setattr(Chain, "frame", bad_frame)
+    params = _step(params, 1)
+    publisher.publish(params, Version("a", 1))
+    _, tree = take(subscriber)
+    before = host(tree)
+    params = _step(params, 2)
+    publisher.publish(params, Version("a", 2))
+    update = subscriber.poll(15)
+    assert update is not None
+    error = {"flip": CorruptFrame, "replay": WrongBase, "sums": MismatchError}[damage]
+    with pytest.raises(error):
+        update.prepare()
+    assert subscriber.installed == Version("a", 1)
+    after = host(tree)  # what serves is untouched
+    assert all(np.array_equal(before[p], after[p]) for p in before)
+    monkeypatch.setattr(Chain, "frame", true_frame)
+    update, report = _prepare(subscriber)
+    assert report.payload == "full" and same_bits(update.swap(), convert(params))

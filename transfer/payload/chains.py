@@ -1,0 +1,91 @@
+"""All chains of a publisher process: one per plan, receiving process and transport, while a link uses it."""
+
+from __future__ import annotations
+
+import threading
+
+from jaxrl_sync.sharding import Edge
+from jaxrl_sync.transfer.payload.chain import Chain, Encoded
+from jaxrl_sync.transfer.payload.settings import PayloadSettings
+from jaxrl_sync.transfer.transports.base import Shards
+from jaxrl_sync.transfer.version import Version
+
+_Key = tuple[str, int, str]
+
+
+class Chains:
+    """Hands out chains to links. Thread-safe."""
+
+    def __init__(self, settings: PayloadSettings, threads: int) -> None:
+        self.settings = settings
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._chains: dict[_Key, Chain] = {}
+        self._users: dict[str, _Key] = {}
+
+    def open(self, link: str, plan: str, edge: Edge, transport: str) -> Use | None:
+        """A link's use of the chain of its edge; None where frames are never sent over this transport."""
+        if not self.settings.frames_over(transport) or not edge.copies:
+            return None
+        key = plan, edge.target_process, transport
+        with self._lock:
+            if key not in self._chains:
+                self._chains[key] = Chain(plan, edge, self.settings, self._threads)
+            self._users[link] = key
+            return Use(self._chains[key], link, self.settings)
+
+    def close(self, link: str) -> None:
+        """The link is gone; the last one that uses a chain takes its baseline with it."""
+        with self._lock:
+            key = self._users.pop(link, None)
+            if key is None:
+                return
+            self._chains[key].leave(link)
+            if key not in self._users.values():
+                del self._chains[key]
+
+    def stats(self) -> dict[str, float]:
+        """Bytes of all baselines and steps, frames encoded."""
+        with self._lock:
+            chains = list(self._chains.values())
+        return {
+            "baseline_bytes": sum(c.baseline_bytes for c in chains),
+            "step_bytes": sum(c.step_bytes for c in chains),
+            "frames_encoded": sum(c.encoded for c in chains),
+        }
+
+
+class Use:
+    """One link's use of a chain: when to send an anchor. Used by the link's thread."""
+
+    def __init__(self, chain: Chain, link: str, settings: PayloadSettings) -> None:
+        self.chain = chain
+        self._link = link
+        self._settings = settings
+        self._since_anchor = 0
+
+    def frame(self, base: Version | None, version: Version, sources: Shards) -> Encoded | None:
+        """What to send for ``version`` to a receiver that holds ``base``; None: everything."""
+        settings = self._settings
+        if settings.anchor_every and self._since_anchor >= settings.anchor_every:
+            return None
+        if base is None or (settings.kind == "auto" and not self.chain.seen.frame_pays()):
+            return None
+        return self.chain.frame(base, version, sources)
+
+    def sent_full(self, version: Version, sources: Shards, nbytes: int, wire_s: float) -> None:
+        """An anchor is out: the next version may be a frame on it."""
+        self._since_anchor = 0
+        self.chain.seen.full(nbytes, wire_s)
+        self.chain.anchor(version, sources)
+
+    def sent_frame(self, encoded: Encoded, wire_s: float) -> None:
+        """A frame is out."""
+        self._since_anchor += 1
+        self.chain.seen.frame(len(encoded.data), wire_s, encoded.encode_s)
+
+    def confirmed(self, version: Version, apply_s: float) -> None:
+        """The receiver serves ``version``."""
+        if apply_s > 0:
+            self.chain.seen.applied(apply_s)
+        self.chain.confirm(self._link, version)
