@@ -324,4 +324,7 @@ def _answer(report: SwapReport, prepared: Prepared | None) -> dict[str, Any]:
         "prepare_s": prepared.prepare_s if prepared else 0.0,
         "verify_s": prepared.verify_s if prepared else 0.0,
         "transport": prepared.transport if prepared else "none",
+        "payload": prepared.payload if prepared else "none",
+        "coding": prepared.coding if prepared else "",
+        "density": prepared.density if prepared else 0.0,
     }

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxrl_sync.inference.config import EngineConfig
     from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig
     from jaxrl_sync.transfer.config import PublisherConfig, SubscriberConfig
+    from jaxrl_sync.transfer.payload.settings import PayloadSettings
     from jaxrl_sync.transfer.verbs.settings import VerbsSettings
 
 
@@ -75,6 +76,16 @@ def to_verbs(config: RunConfig) -> VerbsSettings:
     )
 
 
+def to_payload(config: RunConfig) -> PayloadSettings:
+    """What travels: everything, or frames of what changed."""
+    from jaxrl_sync.transfer.codec.rules import CodingRules
+    from jaxrl_sync.transfer.payload.settings import PayloadSettings
+
+    s = config.sync.sparse
+    rules = CodingRules(s.positions, s.values, s.zstd)
+    return PayloadSettings(config.sync.payload, rules, s.anchor_every, s.history)
+
+
 def to_publisher(config: RunConfig) -> PublisherConfig:
     """How one trainer process publishes."""
     from jaxrl_sync.transfer.config import PublisherConfig
@@ -91,6 +102,7 @@ def to_publisher(config: RunConfig) -> PublisherConfig:
         hub_timeout_s=config.run.start_timeout_s,
         ttl_s=config.hub.ttl_s,
         verbs=to_verbs(config),
+        payload=to_payload(config),
     )
 
 
@@ -108,6 +120,7 @@ def to_subscriber(config: RunConfig, replica: int, rank: int) -> SubscriberConfi
         connections=s.tcp.connections,
         threads=s.threads,
         verify=s.verify,
+        recount_every=s.sparse.recount_every,
         timeout_s=s.timeout_s,
         hub_timeout_s=config.run.start_timeout_s,
         ttl_s=config.hub.ttl_s,

@@ -343,11 +343,27 @@ class VerbsTable(Section):
     """The C extension, or rdma-core's Python bindings (slower; on Debian for the system's Python)."""
 
 
+class SparseTable(Section):
+    """How changes are written where ``payload`` isn't full; see docs/payloads.md."""
+
+    positions: Literal["auto", "bitmap", "u32", "gap16", "gap8", "rice"] = "auto"
+    values: Literal["auto", "overwrite", "xor", "ulp"] = "overwrite"
+    """overwrite may be applied twice; xor and ulp are smaller; auto takes what costs least."""
+    zstd: Literal["auto", "on", "off"] = "auto"
+    anchor_every: NonNegative = 0
+    """Versions after which everything is sent again; 0: only where it is needed."""
+    history: Positive = 8
+    """Versions whose changes the trainer keeps for engines that skip some."""
+    recount_every: Positive = 16
+    """Versions after which an engine counts the digests over every weight again."""
+
+
 class SyncSection(Section):
     """How weights travel."""
 
     transport: Literal["auto", "shm", "verbs", "tcp"] = "auto"
-    payload: Literal["full"] = "full"
+    payload: Literal["full", "sparse", "bitmap", "auto"] = "auto"
+    """auto: what changed, where that takes less time than everything (never over shared memory)."""
     every_steps: Positive = 1
     """Updates between two publishes."""
     kv_policy: Literal["keep", "recompute"] = "keep"
@@ -362,6 +378,7 @@ class SyncSection(Section):
     timeout_s: Seconds = 60.0
     verify: bool = True
     """Check the state digest of every received version before it serves."""
+    sparse: SparseTable = SparseTable()
     tcp: TcpTable = TcpTable()
     verbs: VerbsTable = VerbsTable()
 

@@ -254,6 +254,9 @@ def _sync(swaps: list[Swap]) -> dict[str, Any]:
                 "pause_s": s.pause_s,
                 "bytes": s.bytes,
                 "transport": s.transport,
+                "payload": s.payload,
+                "coding": s.coding,
+                "density": s.density,
             }
             for s in swaps
         ],

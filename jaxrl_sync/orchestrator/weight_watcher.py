@@ -49,7 +49,11 @@ class Directory(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Swap:
-    """One engine took one version. ``pause_s`` is how long its decoding stood still."""
+    """One engine took one version. ``pause_s`` is how long its decoding stood still.
+
+    ``density`` is the share of the weights that changed where ``payload`` is a frame, ``coding`` names how it
+    was written.
+    """
 
     engine: str
     number: int
@@ -60,6 +64,9 @@ class Swap:
     transport: str
     t0: float
     t1: float
+    payload: str = "full"
+    coding: str = ""
+    density: float = 1.0
 
 
 class WeightWatcher:
@@ -258,6 +265,9 @@ def _swap_row(engine: str, number: int, answer: dict[str, Any], began: float) ->
         transport=str(answer.get("transport") or ""),
         t0=began,
         t1=time.time(),
+        payload=str(answer.get("payload") or ""),
+        coding=str(answer.get("coding") or ""),
+        density=float(answer.get("density") or 0.0),
     )
 
 
