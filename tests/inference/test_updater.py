@@ -136,6 +136,9 @@ def test_the_first_version_is_taken_by_itself_and_later_ones_wait_for_approval(r
         "prepare_s": 0.3,
         "verify_s": 0.2,
         "transport": "shm",
+        "payload": "full",
+        "coding": "",
+        "density": 1.0,
     }
     assert rig.engine.trees == [4, 5] and ("swap", 5) in rig.rows
 
