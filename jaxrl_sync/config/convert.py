@@ -61,7 +61,13 @@ def to_verbs(config: RunConfig) -> VerbsSettings:
     v = config.sync.verbs
     gid_index = None if v.gid_index < 0 else v.gid_index
     return VerbsSettings(
-        choice=Choice(include=v.devices, exclude=v.exclude, gid_index=gid_index),
+        choice=Choice(
+            include=v.devices,
+            exclude=v.exclude,
+            gid_index=gid_index,
+            near=v.near,
+            pkey=None if v.pkey < 0 else v.pkey,
+        ),
         rails=v.rails,
         chunk_bytes=v.chunk_bytes,
         ring=v.ring,
@@ -72,6 +78,7 @@ def to_verbs(config: RunConfig) -> VerbsSettings:
         timeout=v.timeout,
         retries=v.retries,
         traffic_class=v.traffic_class,
+        service_level=v.service_level,
         backend=v.backend,
     )
 

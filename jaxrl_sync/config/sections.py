@@ -324,6 +324,10 @@ class VerbsTable(Section):
     """Ports per edge, in the order of ``devices`` where that names them; both sides need as many."""
     gid_index: Annotated[int, Field(ge=-1, le=255)] = -1
     """-1: the best routable one."""
+    pkey: Annotated[int, Field(ge=-1, le=0xFFFF)] = -1
+    """Partition key by value; -1: the first one of the port's table."""
+    near: str = ""
+    """PCI address of the GPU whose memory it is, as ``0000:3b:00.0``: the nearest port is taken."""
     chunk_bytes: Annotated[int, Field(ge=4096, le=64 << 20)] = 1 << 20
     ring: Annotated[int, Field(ge=2, le=1024)] = 16
     """Chunks of registered memory per edge and side."""
@@ -339,6 +343,7 @@ class VerbsTable(Section):
     mtu: Literal[0, 256, 512, 1024, 2048, 4096] = 0
     """0: the smaller one of both ports."""
     traffic_class: Annotated[int, Field(ge=0, le=255)] = 0
+    service_level: Annotated[int, Field(ge=0, le=15)] = 0
     backend: Literal["native", "pyverbs"] = "native"
     """The C extension, or rdma-core's Python bindings (slower; on Debian for the system's Python)."""
 

@@ -26,6 +26,7 @@ def describe(placement: str) -> dict[str, Any]:
         "link_layer": "Ethernet",
         "mtu": 3,
         "pairs": [[1, 2]],
+        "ece": [[0x15B3, 7, 0]],
     }
     common = {
         "protocol": 2,
@@ -37,7 +38,7 @@ def describe(placement: str) -> dict[str, Any]:
         "chunk_bytes": 4096,
         "ring": 2,
     }
-    return {**common, "memory": memory()} if placement == "staged" else {**common, "slots": [memory(100)]}
+    return {**common, "memory": memory(), "slots": [memory(100)] if placement == "placed" else []}
 
 
 @pytest.mark.parametrize(
@@ -52,6 +53,8 @@ def describe(placement: str) -> dict[str, Any]:
         ("staged", ("rails", 0, "mtu"), True, "mtu is True"),
         ("staged", ("rails", 0, "gid"), "zz", "gid is 'zz', expected 32 hexadecimal"),
         ("staged", ("rails", 0, "pairs", 0), [1 << 24, 2], "queue pair is"),
+        ("staged", ("rails", 0, "ece", 0), [1, 2], "ece is .*, expected null or three of 32 bits"),
+        ("staged", ("rails", 0, "ece"), [], "ece is .*, expected a list of 1 to 1"),
         ("staged", ("rails", 0, "link_layer"), 3, "link_layer is 3"),
         ("staged", ("ring",), None, "ring is None"),
         ("staged", ("memory", "address"), -1, "address is -1"),

@@ -307,6 +307,8 @@ def rails(ports: Sequence[Port], choice: Choice, count: int) -> list[Chosen]:
     VerbsError if there are fewer: never is one port taken twice, nor a missing one passed over.
     """
     named = [name for name in choice.include if not name.endswith("*")]
+    if count == 1:
+        return [choose(ports, choice)]
     if len(named) >= count:
         return [choose(ports, dataclasses.replace(choice, include=(name,))) for name in named[:count]]
     found, failures = [], []

@@ -69,13 +69,11 @@ def check_offer(other: object) -> dict[str, Any]:
     if found.get("placement") not in ("placed", "staged"):
         raise ProtocolError(f"the peer's placement is {found.get('placement')!r}, expected placed or staged")
     chunk, ring = integer(found, "chunk_bytes", 64, 1 << 31), integer(found, "ring", 1, 1 << 16)
-    if found["placement"] == "staged":
-        memory = remote_of(found.get("memory"), len(found["rails"]), "the peer's ring")
-        if memory.nbytes != chunk * ring:
-            raise ProtocolError(f"the peer's ring has {memory.nbytes} bytes, expected ring * chunk_bytes")
-    else:
-        for slot in listed(found, "slots", 1, 64):
-            remote_of(slot, len(found["rails"]), "the peer's slot")
+    memory = remote_of(found.get("memory"), len(found["rails"]), "the peer's ring")
+    if memory.nbytes != chunk * ring:
+        raise ProtocolError(f"the peer's ring has {memory.nbytes} bytes, expected ring * chunk_bytes")
+    for slot in listed(found, "slots", found["placement"] == "placed", 64):
+        remote_of(slot, len(found["rails"]), "the peer's slot")
     return found
 
 
@@ -94,6 +92,11 @@ def check_rail(rail: object) -> None:
     for pair in listed(rail, "pairs", 1, MAX_PAIRS):
         if not (isinstance(pair, list) and len(pair) == 2 and all(map(_is_24_bit, pair))):
             raise ProtocolError(f"the peer's queue pair is {str(pair)[:100]}, expected [qpn, psn]")
+    for ece in listed(rail, "ece", len(rail["pairs"]), len(rail["pairs"])):
+        if ece is not None and not (
+            isinstance(ece, list | tuple) and len(ece) == 3 and all(map(_is_32_bit, ece))
+        ):
+            raise ProtocolError(f"the peer's ece is {str(ece)[:100]}, expected null or three of 32 bits")
 
 
 def remote_of(value: object, rails: int, what: str) -> Remote:
@@ -117,3 +120,7 @@ def remote_of(value: object, rails: int, what: str) -> Remote:
 
 def _is_24_bit(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 24
+
+
+def _is_32_bit(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 32

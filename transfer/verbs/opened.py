@@ -119,7 +119,9 @@ class Registered:
             self.part_bytes = min(part_bytes, usable_bytes(device), -(-buffer.nbytes // 4096) * 4096)
             for start in range(0, buffer.nbytes, self.part_bytes):
                 part = buffer[start : start + self.part_bytes]
-                self.parts.append(device.module.MemoryRegion(device.context, part, remote_write=remote_write))
+                # Only completions say here that data is in place, so PCIe may reorder it on the way.
+                options = {"remote_write": remote_write, "relaxed_ordering": True}
+                self.parts.append(device.module.MemoryRegion(device.context, part, **options))
         except BaseException:
             self.close()
             raise

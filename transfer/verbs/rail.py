@@ -129,6 +129,7 @@ class Rail:
             "link_layer": port.link_layer,
             "mtu": self.mtu,
             "pairs": [[lane.pair.qp_num, lane.psn] for lane in self.lanes],
+            "ece": [lane.pair.query_ece() for lane in self.lanes],
         }
 
     def connect(self, other: dict[str, Any]) -> None:
@@ -141,7 +142,9 @@ class Rail:
             raise ProtocolError(f"{self._peer} has {len(other['pairs'])} queue pairs on {other['device']}, "
                                 f"expected {len(self.lanes)}")  # fmt: skip
         mtu = self._mtu(other)
-        for lane, (number, psn) in zip(self.lanes, other["pairs"], strict=True):
+        for lane, (number, psn), ece in zip(self.lanes, other["pairs"], other["ece"], strict=True):
+            if ece is not None:
+                lane.pair.set_ece(*ece)
             lane.pair.to_rtr(
                 number,
                 psn,

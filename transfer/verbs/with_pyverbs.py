@@ -33,8 +33,8 @@ try:
 except ImportError as error:
     raise VerbsError(
         0,
-        f"pyverbs can't be imported ({error}): Debian's python3-pyverbs serves the system's Python (a virtual "
-        "environment of the same version sees it in PYTHONPATH=/usr/lib/python3/dist-packages); "
+        f"pyverbs can't be imported ({error}): Debian's python3-pyverbs serves the system's Python (a "
+        "virtual environment of the same version sees it in PYTHONPATH=/usr/lib/python3/dist-packages); "
         "`pip install 'jaxrl-sync[pyverbs]'` builds one that needs an rdma-core of its own version; "
         "sync.verbs.backend = 'native' needs neither",
     ) from error
@@ -98,7 +98,11 @@ class Context:
 class MemoryRegion:
     """See ``_verbs.MemoryRegion``."""
 
-    def __init__(self, context: Context, buffer: Any, *, remote_write: bool = False) -> None:
+    relaxed_ordering = False  # this backend does without
+
+    def __init__(
+        self, context: Context, buffer: Any, *, remote_write: bool = False, relaxed_ordering: bool = False
+    ) -> None:
         self._hold = (ctypes.c_char * len(buffer)).from_buffer(buffer)
         self.address, self.nbytes = ctypes.addressof(self._hold), len(buffer)
         access = e.IBV_ACCESS_LOCAL_WRITE | (e.IBV_ACCESS_REMOTE_WRITE if remote_write else 0)
@@ -204,6 +208,13 @@ class QueuePair:
         attr.qp_access_flags = e.IBV_ACCESS_REMOTE_WRITE
         mask = e.IBV_QP_STATE | e.IBV_QP_PKEY_INDEX | e.IBV_QP_PORT | e.IBV_QP_ACCESS_FLAGS
         self._modify(attr, mask, "INIT")
+
+    def query_ece(self) -> None:
+        """No options: this backend connects without."""
+
+    def set_ece(self, vendor: int, options: int, mask: int) -> bool:
+        """Nothing of them is used."""
+        return False
 
     def to_rtr(
         self,
