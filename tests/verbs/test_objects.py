@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from jaxrl_sync.transfer import _verbs
+from jaxrl_sync.transfer.verbs import opened
 from jaxrl_sync.transfer.verbs.errors import VerbsError
 from jaxrl_sync.transfer.verbs.records import RECORD, new_records
 from tests.verbs.fakelib import ANY_CHANCE, Fake
@@ -260,6 +261,19 @@ def test_dead_device_loses_everything_and_frees_everything(fake: Fake) -> None:
         assert not left.cq.wait(0.05)
         left.qps[0].close()
         assert left.qps[0].lost == 5
+
+
+def test_another_process_opens_devices_of_its_own(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a parent opened is of no use to a child that it forks."""
+    mine = opened.open_device("native", "fake0")
+    assert opened.open_device("native", "fake0") is mine
+    with monkeypatch.context() as patch:
+        patch.setattr(opened.os, "getpid", lambda: -1)
+        child = opened.open_device("native", "fake0")
+        assert child is not mine
+        child.give_back()
+    mine.give_back()
+    mine.give_back()
 
 
 def test_queue_reserves_the_worst_case(fake: Fake) -> None:

@@ -7,6 +7,8 @@ page asks now and then whether the peer's adapter still answers.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import mmap
 import sys
 import time
@@ -25,6 +27,7 @@ from jaxrl_sync.transfer.verbs.rail import Lane, Rail, Rows, calls, close_all, p
 from jaxrl_sync.transfer.verbs.records import FLUSHED, SUCCESS, new_records, opcode_name
 from jaxrl_sync.transfer.verbs.settings import VerbsSettings
 
+logger = logging.getLogger("jaxrl_sync.transfer")
 WATCH_S = 0.25
 SPIN_S = 20e-6
 TURN_S = 0.002  # with several rails each is slept on in turn
@@ -56,6 +59,8 @@ class Memory:
 def touched(nbytes: int) -> memoryview:
     """Fresh zeroed memory whose pages are there now, not in the first transfer."""
     made = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):  # fewer entries in the device's table of pages
+        made.madvise(mmap.MADV_HUGEPAGE)
     np.frombuffer(made, np.uint8)[:: mmap.PAGESIZE] = 0
     return memoryview(made)
 
@@ -277,4 +282,7 @@ class Endpoint:
         A thread that waits here ends with an error, because the watch of its link tells it. Blocks until it
         is out, for a second per rail at most. VerbsError.
         """
+        if logger.isEnabledFor(logging.DEBUG):
+            for rail in self.rails:
+                logger.debug("edge to %s: %s", self.peer, rail.stats())
         close_all(self.rails)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxrl_sync.transfer.errors import ProtocolError
+from jaxrl_sync.transfer.verbs import counters
 from jaxrl_sync.transfer.verbs.devices import Chosen, Port, choose, rails, scan
 from jaxrl_sync.transfer.verbs.errors import PortDown, VerbsError
 from jaxrl_sync.transfer.verbs.handshake import MTU_BYTES, Remote
@@ -21,6 +22,7 @@ from jaxrl_sync.transfer.verbs.opened import OpenDevice, Registered, open_device
 from jaxrl_sync.transfer.verbs.settings import VerbsSettings
 
 CLOSE_S = 1.0
+GRH_REQUIRED = 1  # of a port's flags: packets need a global route on InfiniBand too
 EVENT_S = 0.03  # events come through a thread of their own, a moment after what they cause
 _PORT_STATES = {1: "DOWN", 2: "INIT", 3: "ARMED", 4: "ACTIVE", 5: "ACTIVE_DEFER"}
 
@@ -94,6 +96,10 @@ class Rail:
         port = device.context.query_port(self.chosen.port.number)
         self.mtu: int = port["active_mtu"]
         self.largest: int = port["max_message_bytes"]
+        self._routed = self.chosen.port.link_layer != "InfiniBand" or bool(
+            port.get("flags", 0) & GRH_REQUIRED
+        )
+        self._counters = self._read_counters()
         limits = device.limits
         receives = min(receives, limits["max_qp_wr"])
         sends = max(8, min(sends, limits["max_qp_wr"], limits["max_cqe"] // pairs - receives))
@@ -150,7 +156,7 @@ class Rail:
                 psn,
                 mtu,
                 port=port.number,
-                gid=bytes.fromhex(other["gid"]) if port.link_layer != "InfiniBand" else None,
+                gid=bytes.fromhex(other["gid"]) if self._routed else None,
                 gid_index=self.chosen.gid.index,
                 lid=other["lid"],
                 hop_limit=settings.hop_limit,
@@ -188,7 +194,25 @@ class Rail:
         state = int(self.device.context.query_port(self.chosen.port.number)["state"])
         if state != 4:
             found.append(f"port {self.chosen.port.name} is {_PORT_STATES.get(state, state)}, expected ACTIVE")
+        moved = counters.trouble(counters.moved(self._counters, self._read_counters()))
+        if moved:
+            told = ", ".join(f"{name} {by}" for name, by in moved.items())
+            found.append(f"counted on {self.chosen.port.name} since the edge began: {told}")
         return "; ".join(found)
+
+    def _read_counters(self) -> dict[str, int]:
+        return counters.read(self.chosen.port.device, self.chosen.port.number)
+
+    def stats(self) -> dict[str, Any]:
+        """Port, completions by status, strays, latencies, and how far the port's counters moved."""
+        latencies = [lane.pair.latency() for lane in self.lanes if hasattr(lane.pair, "latency")]
+        return {
+            "port": self.chosen.port.name,
+            "statuses": self.cq.statuses() if hasattr(self.cq, "statuses") else {},  # closed, or pyverbs
+            "strays": getattr(self.cq, "strays", 0),
+            "latency_log2_ns": latencies,
+            "counters": counters.moved(self._counters, self._read_counters()),
+        }
 
     def check_events(self) -> None:
         """VerbsError on an event after which nothing of this rail will complete."""
