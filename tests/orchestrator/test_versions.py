@@ -194,7 +194,7 @@ def test_a_hub_that_forgot_everybody_costs_no_rollout_of_an_engine_that_answers(
 
     monkeypatch.setattr(process, "HubClient", Forgetful)
     with world(tmp_path, train_s=0.1) as (url, engines, trainer):
-        running = Running(context(tmp_path, url, run={"steps": 40}))
+        running = Running(context(tmp_path, url, run={"steps": 24}))
         while len(trainer.frames) < 3:
             time.sleep(0.01)
         forgetful.set()
@@ -205,4 +205,4 @@ def test_a_hub_that_forgot_everybody_costs_no_rollout_of_an_engine_that_answers(
         running.join(60)
         assert running.summary["engines_lost"] == 0
         assert running.summary["flow"]["train"]["errored"] == 0
-        assert len(trainer.frames) == 40 and len(engines) == 2
+        assert len(trainer.frames) == 24 and len(engines) == 2
