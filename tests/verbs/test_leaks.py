@@ -103,5 +103,5 @@ def test_connect_transfer_close_leaves_nothing(fake: Fake, cycles: int) -> None:
 def test_cost_of_a_posted_write_is_known(fake: Fake) -> None:
     """Reported, not judged: machines differ. With the fake's own work (a copy of the request) included."""
     cost = run(OVERHEAD)
-    assert cost["batch_ns_per_write"] < cost["single_call_ns"]
+    assert 3 * cost["batch_ns_per_write"] < cost["single_call_ns"], cost
     print(f"\ncost of a posted write: {cost}")
