@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import pytest
 from jaxrl_sync.transfer import Publisher, PublisherConfig, Subscriber, SubscriberConfig, Version, auth
 from jaxrl_sync.transfer.errors import AuthError, DeadlineError, PeerLost, ProtocolError, TransferError
 from jaxrl_sync.transfer.memory import PrivateMemory
-from jaxrl_sync.transfer.transports.verbs import VerbsReceiver
+from jaxrl_sync.transfer.transports.verbs import VerbsReceiver, VerbsSender
 from jaxrl_sync.transfer.verbs import rail
 from jaxrl_sync.transfer.verbs.devices import Choice, Gid, Port
 from jaxrl_sync.transfer.verbs.endpoint import Endpoint, touched
@@ -25,8 +26,10 @@ from jaxrl_sync.transfer.verbs.errors import CompletionError, PeerUnreachable, V
 from jaxrl_sync.transfer.verbs.handshake import remote_of
 from jaxrl_sync.transfer.verbs.opened import Registered, open_device
 from jaxrl_sync.transfer.verbs.settings import VerbsSettings
+from jaxrl_sync.transfer.wire import Connection
 from tests.transfer.models import ServerThread, convert, engine_target, same_bits, trainer_params
 from tests.verbs.fakelib import Fake
+from tests.verbs.zygote import Order, data, edge_and_slot, moved, slot_of
 
 PLACEMENTS = ("placed", "staged")
 
@@ -308,6 +311,45 @@ def test_no_device_is_a_clear_refusal(token_file: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(rail, "scan", lambda: [])
     with pytest.raises(VerbsError, match="no usable RDMA port .the kernel lists no RDMA device"):
         rail.pick(VerbsSettings())
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_frames_take_the_ring_beside_full_versions(token_file: Path, fake: Fake, placement: Any) -> None:
+    """Frames of any size between full versions of one edge, completions late and in any order."""
+    options = {"placement": placement, "chunk_bytes": 4096, "ring": 3}
+    order = Order("send", 0, "fake0", piece=10_001, runs=3, seed=5)
+    (edge, layout), slot = edge_and_slot(order), slot_of(order)
+    ours, theirs = socket.socketpair()
+    near, far = Connection(ours, "engine-0.0"), Connection(theirs, "trainer.0")
+    receiver = VerbsReceiver(edge, settings("fake1", **options), far, [slot])
+    sender = VerbsSender(edge, settings("fake0"), receiver.describe(), near, layout)
+    receiver.connect(sender.describe())
+    rng = np.random.default_rng(0)
+    try:
+        fake.set(seed=3, chance_delay=20000)
+        for nbytes in (1, 4096, 4097, 100_000, 3 * 4096):
+            deadline = time.monotonic() + 60
+            for act in ("frame", "full"):
+                ready = receiver.ready(slot)
+                frame, got = bytearray(rng.bytes(nbytes)), bytearray(nbytes)
+                sources = {(0, "w"): data(order)}
+                call = (sender.send_frame, frame) if act == "frame" else (sender.send, sources)
+                thread = threading.Thread(target=call[0], args=(ready, call[1], deadline))
+                thread.start()
+                if act == "frame":
+                    receiver.receive_frame(got, deadline)
+                else:
+                    receiver.receive(layout.views(slot.memory.data), deadline)
+                    got[:] = frame
+                thread.join()
+                assert got == frame
+        np.testing.assert_array_equal(np.frombuffer(slot.memory.data, np.uint8)[: order.size], moved(order))
+    finally:
+        sender.close()
+        receiver.close()
+        near.close()
+        far.close()
+        slot.memory.close()
 
 
 def pair(left: VerbsSettings, right: VerbsSettings) -> tuple[Endpoint, Endpoint]:

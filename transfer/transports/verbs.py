@@ -1,12 +1,11 @@
 """Edges over RDMA verbs, placed or staged, over one or more rails with several queue pairs each.
 
 Placed: the receiver's slots are registered; the sender packs chunks into its registered arena and writes
-them to their final place. Each queue pair ends its share with one immediate (8 bits of round, 24 of how many
-chunks it wrote), which arrives after them; the receiver counts. Staged: chunk i is written to place i modulo
-the ring's size in the receiver's ring, with an immediate behind it that names the round and the chunk; the
-receiver scatters it into the slot and answers with an immediate, after which the place is free. Nothing
-depends on the order in which queue pairs deliver. Chunks go to the queue pair that would be through with them
-first.
+them to their final place. Each queue pair ends its share with one immediate that says how many chunks it
+wrote, which arrives after them; the receiver counts. Staged: chunk i is written to place i modulo the ring's
+size in the receiver's ring, with an immediate behind it that names the chunk; the receiver scatters it into
+the slot and answers with the same immediate, after which the place is free. Frames of other payloads take the
+ring on both kinds of edges. Chunks go to the queue pair that would be through with them first.
 
 The arena is packed, not the export's own memory registered: exports are new arrays with every version, and
 a registration of an address that was freed and used again would send old pages.
@@ -20,14 +19,20 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from jaxrl_sync.sharding import CopyTable, Edge, SlotLayout
 from jaxrl_sync.transfer.errors import PeerLost, ProtocolError, TransferError
 from jaxrl_sync.transfer.slots import Slot
 from jaxrl_sync.transfer.transports.base import Shards
 from jaxrl_sync.transfer.transports.placing import choose_placement, chunks, count_chunks
-from jaxrl_sync.transfer.verbs.endpoint import Endpoint, Memory, Ticket, touched
+from jaxrl_sync.transfer.transports.rounds import (
+    PlacedSend,
+    Ring,
+    RingSend,
+    check_count,
+    count_placed,
+    take_chunks,
+)
+from jaxrl_sync.transfer.verbs.endpoint import Endpoint, Memory, touched
 from jaxrl_sync.transfer.verbs.errors import VerbsError
 from jaxrl_sync.transfer.verbs.handshake import Remote, check_offer, integer, remote_of
 from jaxrl_sync.transfer.verbs.native import backend
@@ -36,10 +41,7 @@ from jaxrl_sync.transfer.verbs.rail import Rows, pick
 from jaxrl_sync.transfer.verbs.settings import VerbsSettings
 from jaxrl_sync.transfer.wire import Connection
 
-MAX_CHUNKS = 1 << 24
 SENDS = 256
-_WRITTEN, _ANSWERED = 1, 2
-_INDEX = MAX_CHUNKS - 1
 
 logger = logging.getLogger("jaxrl_sync.transfer")
 
@@ -93,24 +95,22 @@ class VerbsSender:
                 f"{connection.peer} asks for a {offer['placement']} edge ({offer.get('reason')}), but "
                 f"sync.verbs.placement is {settings.placement!r} here"
             )
-        self._slot, self._threads = slot, threads
-        self.chunk_bytes, self.ring = offer["chunk_bytes"], offer["ring"]
+        self._slot, self._threads, self._rows = slot, threads, list[Rows]()
+        rails, pairs = len(offer["rails"]), len(offer["rails"][0]["pairs"])
         if self._placed:
             for described in offer["slots"]:
-                self._check_slot(described, len(offer["rails"]), connection.peer)
-            made = list(chunks(edge, slot, self.chunk_bytes))
-            self.tables, self.rows = [c.table for c in made], [c.rows for c in made]
+                self._check_slot(described, rails, connection.peer)
+            made = list(chunks(edge, slot, offer["chunk_bytes"]))
+            self._tables, self._rows = [c.table for c in made], [c.rows for c in made]
         else:
-            self.tables = CopyTable.pack(edge.copies).windows(self.chunk_bytes)
-        _check_count(len(self.tables))
-        pairs, receives = len(offer["rails"][0]["pairs"]), 1 if self._placed else self.ring
-        self.endpoint = Endpoint(settings, connection.peer, pairs=pairs, sends=SENDS, receives=receives)
+            self._tables = CopyTable.pack(edge.copies).windows(offer["chunk_bytes"])
+        check_count(len(self._tables))
+        self._ring = remote_of(offer["memory"], rails, "the peer's ring")
+        self.endpoint = Endpoint(settings, connection.peer, pairs=pairs, sends=SENDS, receives=offer["ring"])
         try:
             self.endpoint.connect(offer)
-            arena = touched(self.ring * self.chunk_bytes)
-            self.arena: Memory = self.endpoint.register(arena, remote_write=False)
-            if not self._placed:
-                self.remote = remote_of(offer["memory"], len(offer["rails"]), "the peer's ring")
+            memory = self.endpoint.register(touched(offer["ring"] * offer["chunk_bytes"]), remote_write=False)
+            self._arena = Ring(memory, offer["ring"], offer["chunk_bytes"])
         except BaseException:
             self.endpoint.close()
             raise
@@ -135,142 +135,75 @@ class VerbsSender:
 
         CompletionError, PeerLost, DeadlineError.
         """
-        tag = integer(ready, "tag", 0, 255)
-        if self._placed:
-            rails, peer = len(self.endpoint.rails), self.endpoint.peer
-            _SendPlaced(self, tag, self._check_slot(ready.get("slot"), rails, peer)).run(sources, deadline)
-        else:
-            _SendStaged(self, tag, self.remote).run(sources, deadline)
 
-    def pack(self, index: int, place: int, sources: Shards) -> int:
-        """Chunk ``index`` into a place of the arena; its bytes."""
-        table, start = self.tables[index], place * self.chunk_bytes
-        table.execute(sources, self.arena.buffer[start : start + table.total_bytes], self._threads)
-        return table.total_bytes
+        def pack(index: int, place: memoryview) -> None:
+            self._tables[index].execute(sources, place, self._threads)
+
+        tag, endpoint = integer(ready, "tag", 0, 255), self.endpoint
+        sizes = [table.total_bytes for table in self._tables]
+        if self._placed:
+            slot = self._check_slot(ready.get("slot"), len(endpoint.rails), endpoint.peer)
+            PlacedSend(endpoint, self._arena, slot, tag).run(sizes, self._rows, pack, deadline)
+        else:
+            RingSend(endpoint, self._arena, self._ring, tag).run(sizes, pack, deadline)
+
+    def send_frame(self, ready: dict[str, Any], data: bytearray, deadline: float) -> None:
+        """A frame of another payload, through the ring; returns when the receiver took all of it."""
+        sizes, step, frame = (
+            frame_sizes(len(data), self._arena.chunk_bytes),
+            self._arena.chunk_bytes,
+            memoryview(data),
+        )
+
+        def pack(index: int, place: memoryview) -> None:
+            place[:] = frame[index * step : index * step + sizes[index]]
+
+        RingSend(self.endpoint, self._arena, self._ring, integer(ready, "tag", 0, 255)).run(
+            sizes, pack, deadline
+        )
 
     def close(self) -> None:
         """Destroy queue pairs and registration; idempotent."""
         self.endpoint.close()
 
 
-class _SendPlaced:
-    """One round of a placed edge."""
-
-    def __init__(self, sender: VerbsSender, tag: int, slot: Remote) -> None:
-        self._sender, self._tag, self._slot = sender, tag, slot
-        self._endpoint = sender.endpoint
-        self._flying: dict[Ticket, int] = {}  # -> place in the arena
-
-    def run(self, sources: Shards, deadline: float) -> None:
-        sender, endpoint = self._sender, self._endpoint
-        free = list(range(sender.ring))
-        share = {lane.pair.token: 0 for lane in endpoint.lanes}
-        for index in range(len(sender.tables)):
-            while not free:
-                free += self._settle(deadline, f"writing chunk {index} of {len(sender.tables)}")
-            place = free.pop()
-            lane = endpoint.lightest(sender.pack(index, place, sources))
-            rows = _moved(sender.rows[index], place * sender.chunk_bytes)
-            ticket = endpoint.write(lane, sender.arena, rows, self._slot, deadline)
-            self._flying[ticket] = place
-            share[lane.pair.token] += 1
-        for lane in endpoint.lanes:
-            self._flying[endpoint.say(lane, self._tag << 24 | share[lane.pair.token], deadline)] = -1
-        while self._flying:
-            self._settle(deadline, f"writing the last {len(self._flying)} chunks")
-
-    def _settle(self, deadline: float, what: str) -> list[int]:
-        """Places in the arena that are free again."""
-        found = []
-        for record in self._endpoint.events(deadline, what):
-            place = self._flying.pop((int(record["token"]), int(record["seq"])), -1)
-            if place >= 0:
-                found.append(place)
-        return found
-
-
-class _SendStaged:
-    """One round of a staged edge."""
-
-    def __init__(self, sender: VerbsSender, tag: int, ring: Remote) -> None:
-        self._sender, self._tag, self._remote = sender, tag, ring
-        self._endpoint = sender.endpoint
-        self._flying: dict[Ticket, int] = {}  # -> chunk
-        self._open_ends: dict[int, int] = {}  # chunk -> what is still to come: our completion, the answer
-
-    def run(self, sources: Shards, deadline: float) -> None:
-        sender, endpoint = self._sender, self._endpoint
-        for index in range(len(sender.tables)):
-            while index - sender.ring in self._open_ends:
-                self._settle(deadline)
-            place = index % sender.ring
-            nbytes = sender.pack(index, place, sources)
-            at = place * sender.chunk_bytes
-            rows = np.array([[at, at, nbytes]], np.uint64)  # the same place in both rings
-            lane = endpoint.lightest(nbytes)
-            ticket = endpoint.write(lane, sender.arena, rows, self._remote, deadline, self._tag << 24 | index)
-            self._flying[ticket] = index
-            self._open_ends[index] = _WRITTEN | _ANSWERED
-        while self._open_ends:
-            self._settle(deadline)
-
-    def _settle(self, deadline: float) -> None:
-        """Take completions; a chunk is over when both its ends are."""
-        what = f"sending chunk {min(self._open_ends)} of {len(self._sender.tables)}"
-        for record in self._endpoint.events(deadline, what):
-            if record["receive"]:
-                index, end = _chunk_of(int(record["imm"]), self._tag, self._endpoint.peer), _ANSWERED
-            else:
-                found = self._flying.pop((int(record["token"]), int(record["seq"])), None)
-                if found is None:
-                    continue  # part of a chunk
-                index, end = found, _WRITTEN
-            if not self._open_ends.get(index, 0) & end:
-                raise ProtocolError(f"{self._endpoint.peer} answered chunk {index}, which isn't on its way")
-            self._open_ends[index] &= ~end
-            if not self._open_ends[index]:
-                del self._open_ends[index]
-
-
 class VerbsReceiver:
-    """The slots that the sender writes, or a ring out of which chunks are scattered. Owns the endpoint."""
+    """The slots that the sender writes, and a ring out of which chunks are taken. Owns the endpoint."""
 
     name = "verbs"
 
     def __init__(
         self, edge: Edge, settings: VerbsSettings, connection: Connection, slots: Sequence[Slot]
     ) -> None:
-        """Open devices, register slots (the first time) or a ring. VerbsError."""
+        """Open devices, register the ring and, placed, the slots (the first time). VerbsError."""
         self._settings = settings
         placement, why = choose_placement(edge, settings)
         self._placed = placement == "placed"
         self._windows = [] if self._placed else CopyTable.scatter(edge.copies).windows(settings.chunk_bytes)
         self._count = count_chunks(edge, settings.chunk_bytes) if self._placed else len(self._windows)
-        _check_count(self._count)
-        self._ring = max(1, min(settings.ring, self._count))
+        check_count(self._count)
+        places = max(1, min(settings.ring, self._count))
         pairs = max(1, min(settings.queue_pairs, self._count))
-        receives = 2 if self._placed else self._ring
-        sends = 8 if self._placed else 2 * self._ring + 8
-        self._endpoint = Endpoint(settings, connection.peer, pairs=pairs, sends=sends, receives=receives)
+        self._endpoint = Endpoint(
+            settings, connection.peer, pairs=pairs, sends=2 * places + 8, receives=places
+        )
         self._tag = 0
         self.reason = f"{self._endpoint.reason}; {why}"
         self._endpoint.watch = watch_connection(connection)
         try:
+            memory = self._endpoint.register(touched(places * settings.chunk_bytes), remote_write=True)
+            self._ring = Ring(memory, places, settings.chunk_bytes)
             self._offer: dict[str, Any] = {
                 "placement": placement,
                 "reason": why,
                 "chunk_bytes": settings.chunk_bytes,
-                "ring": self._ring,
+                "ring": places,
+                "memory": memory.describe(),
+                "slots": [],
             }
-            if self._placed:
-                self._offer["slots"] = []
-                for slot in slots:
-                    with contextlib.suppress(SlotClosed):  # replaced right now: `ready` registers the new one
-                        self._offer["slots"].append(self._registered(slot).describe())
-            else:
-                buffer = touched(self._ring * settings.chunk_bytes)
-                self._memory = self._endpoint.register(buffer, remote_write=True)
-                self._offer["memory"] = self._memory.describe()
+            for slot in slots if self._placed else ():
+                with contextlib.suppress(SlotClosed):  # replaced right now: `ready` registers the new one
+                    self._offer["slots"].append(self._registered(slot).describe())
         except BaseException:
             self._endpoint.close()
             raise
@@ -301,70 +234,35 @@ class VerbsReceiver:
     def receive(self, views: Shards, deadline: float) -> None:
         """Wait until every byte is in the slot. CompletionError, PeerLost, ProtocolError, DeadlineError."""
         if self._placed:
-            self._count_placed(deadline)
-        else:
-            self._scatter(views, deadline)
+            count_placed(self._endpoint, self._tag, self._count, deadline)
+            return
 
-    def _count_placed(self, deadline: float) -> None:
-        """One immediate of each queue pair, together as many chunks as the edge has."""
-        endpoint = self._endpoint
-        shares: dict[int, int] = {}
-        while len(shares) < len(endpoint.lanes):
-            what = (
-                f"waiting for {len(endpoint.lanes) - len(shares)} of {len(endpoint.lanes)} queue pairs to end"
-            )
-            for record in endpoint.events(deadline, what):
-                if not record["receive"]:
-                    continue  # a probe
-                token, share = int(record["token"]), _chunk_of(int(record["imm"]), self._tag, endpoint.peer)
-                if token in shares:
-                    raise ProtocolError(f"{endpoint.peer} ended queue pair 0x{record['qp_num']:06x} twice")
-                shares[token] = share
-        if sum(shares.values()) != self._count:
-            raise ProtocolError(
-                f"{endpoint.peer} wrote {sum(shares.values())} chunks, expected {self._count}"
-            )
+        def scatter(index: int, place: memoryview) -> None:
+            self._windows[index].execute(place, views)
 
-    def _scatter(self, views: Shards, deadline: float) -> None:
-        """Take every chunk out of the ring, in whatever order they come."""
-        endpoint, missing = self._endpoint, set(range(len(self._windows)))
-        while missing:
-            what = f"receiving chunk {min(missing)} of {len(self._windows)}"
-            for record in endpoint.events(deadline, what):
-                if not record["receive"]:
-                    continue  # our own answers
-                imm = int(record["imm"])
-                index = _chunk_of(imm, self._tag, endpoint.peer)
-                if index not in missing:
-                    raise ProtocolError(f"{endpoint.peer} sent chunk {index} of {len(self._windows)} again")
-                window, start = self._windows[index], index % self._ring * self._settings.chunk_bytes
-                window.execute(self._memory.buffer[start : start + window.total_bytes], views)
-                missing.remove(index)
-                endpoint.say(endpoint.lane(int(record["token"])), imm, deadline)
+        sizes = [window.total_bytes for window in self._windows]
+        take_chunks(self._endpoint, self._ring, self._tag, sizes, scatter, deadline)
 
-    def retire(self, slot: Any) -> None:
-        """Nothing to do: the registration goes with the slot's memory, whoever asked for it."""
+    def receive_frame(self, data: bytearray, deadline: float) -> None:
+        """Fill ``data`` with a frame of another payload. Errors as of ``receive``."""
+        sizes, step, frame = (
+            frame_sizes(len(data), self._ring.chunk_bytes),
+            self._ring.chunk_bytes,
+            memoryview(data),
+        )
+
+        def copy(index: int, place: memoryview) -> None:
+            frame[index * step : index * step + sizes[index]] = place
+
+        take_chunks(self._endpoint, self._ring, self._tag, sizes, copy, deadline)
 
     def close(self) -> None:
         """Destroy queue pairs and the ring; the slots' registrations stay with them. Idempotent."""
         self._endpoint.close()
 
 
-def _moved(rows: Rows, at: int) -> Rows:
-    """The rows of a chunk that is packed at ``at`` in the arena."""
-    moved = rows.copy()
-    moved[:, 0] += np.uint64(at)
-    return moved
-
-
-def _check_count(count: int) -> None:
-    if count >= MAX_CHUNKS:
-        raise TransferError(
-            f"the edge has {count} chunks, expected fewer than {MAX_CHUNKS}: larger chunk_bytes"
-        )
-
-
-def _chunk_of(imm: int, tag: int, peer: str) -> int:
-    if imm >> 24 != tag:
-        raise ProtocolError(f"{peer} sent an immediate of round tag {imm >> 24}, expected {tag}")
-    return imm & _INDEX
+def frame_sizes(nbytes: int, chunk_bytes: int) -> list[int]:
+    """Bytes of each chunk of a frame."""
+    sizes = [min(chunk_bytes, nbytes - start) for start in range(0, nbytes, chunk_bytes)]
+    check_count(len(sizes))
+    return sizes
