@@ -228,6 +228,22 @@ def test_command_line_shows_ports_ranks_and_the_choice(fake_path: str, tmp_path:
     assert "GID 1   rank 0   RoCE v2, 10.77.0.1 on eth0" in text
     assert text.splitlines()[-1].startswith("chosen     a:1 (Ethernet")
     assert "memlock" in text
+    assert "device      RDMA device a not found among 2" in text
+
+
+def test_command_line_asks_devices_that_open(fake_path: str, tmp_path: Path) -> None:
+    make(tmp_path, "fake0", [*GOOD, *GOOD], pci="pci0000:00/0000:00:01.0/0000:01:00.0")
+    folder = tmp_path / "ib" / "fake0" / "ports" / "1" / "hw_counters"
+    folder.mkdir()
+    (folder / "completer_retry_err").write_text("3\n")
+    found = describe(Choice(), tmp_path / "ib")
+    port = found["ports"][0]
+    assert port["device"]["max_qp_wr"] == 4096 and port["device"]["active_mtu"] == 1024
+    assert (port["pci"], port["pkeys"]) == ("pci0000:00/0000:00:01.0/0000:01:00.0", ["0xffff"])
+    text = "\n".join(lines(found))
+    assert "device      firmware fake-1, MTU 1024, messages up to 8388608 bytes, takes dmabufs" in text
+    assert "counted     completer_retry_err 3" in text
+    assert "2 rails are wanted" in describe(Choice(), tmp_path / "ib", 2)["chosen"]["error"]
 
 
 def test_command_line_without_devices(fake_path: str, capsys: pytest.CaptureFixture[str]) -> None:

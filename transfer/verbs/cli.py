@@ -4,31 +4,38 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import resource
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl_sync.transfer.verbs.devices import Choice, Port, choose, rank, scan
+from jaxrl_sync.transfer.verbs import counters
+from jaxrl_sync.transfer.verbs.devices import SYSFS, Choice, Port, distance, rails, rank, scan
 from jaxrl_sync.transfer.verbs.errors import VerbsError
+from jaxrl_sync.transfer.verbs.handshake import MTU_BYTES
 from jaxrl_sync.transfer.verbs.native import native
 
 _HUGE = Path("/sys/kernel/mm/hugepages")
 _PEER_MEMORY = ("nvidia_peermem", "nv_peer_mem", "ib_peer_mem")
 
 
-def describe(choice: Choice = Choice(), sysfs: Path | None = None) -> dict[str, Any]:  # noqa: B008
-    """Everything about verbs on this machine as JSON; what is missing is a text under ``error``."""
-    ports = scan(sysfs) if sysfs else scan()
+def describe(choice: Choice = Choice(), sysfs: Path = SYSFS, count: int = 1) -> dict[str, Any]:  # noqa: B008
+    """Everything about verbs on this machine as JSON; what is missing is a text under ``error``.
+
+    ``count`` is how many rails are wanted.
+    """
+    ports = scan(sysfs)
     found: dict[str, Any] = {
+        "versions": {"python": platform.python_version(), "kernel": platform.release()},
         "library": _library(),
         "memlock_bytes": _memlock(),
         "huge_pages": _huge_pages(),
         "peer_memory_modules": [m for m in _PEER_MEMORY if (Path("/sys/module") / m).exists()],
-        "ports": [_port(port, choice) for port in ports],
+        "ports": [_port(port, choice, sysfs) for port in ports],
     }
     try:
-        found["chosen"] = {"reason": choose(ports, choice).reason}
+        found["chosen"] = {"reason": " and ".join(c.reason for c in rails(ports, choice, count))}
     except VerbsError as error:
         found["chosen"] = {"error": str(error)}
     return found
@@ -56,7 +63,30 @@ def _huge_pages() -> dict[str, int]:
     }
 
 
-def _port(port: Port, choice: Choice) -> dict[str, Any]:
+def _device(port: Port) -> dict[str, Any]:
+    """What only an open device says: limits, the MTU in use, whether it takes dmabufs."""
+    try:
+        with native().Context(port.device) as context:
+            state = context.query_port(port.number)
+            return {
+                **context.query_device(),
+                "active_mtu": MTU_BYTES.get(state["active_mtu"], 0),
+                "max_message_bytes": state["max_message_bytes"],
+                "dmabuf": context.dmabuf_supported(),
+            }
+    except VerbsError as error:
+        return {"error": str(error)}
+
+
+def _distance(port: Port, choice: Choice) -> dict[str, Any]:
+    try:
+        steps, words = distance(port, choice)
+    except VerbsError as error:
+        return {"error": str(error)}
+    return {"steps": steps, "reason": words}
+
+
+def _port(port: Port, choice: Choice, sysfs: Path) -> dict[str, Any]:
     gids = []
     for gid in port.gids:
         grade, reason = rank(gid, port, choice)
@@ -69,6 +99,11 @@ def _port(port: Port, choice: Choice) -> dict[str, Any]:
         "rate_gbps": port.rate_gbps,
         "lid": port.lid,
         "numa": port.numa,
+        "pci": "/".join(port.pci),
+        "pkeys": [f"0x{key:04x}" for key in port.pkeys],
+        "distance": _distance(port, choice),
+        "device": _device(port),
+        "counters": counters.read(port.device, port.number, sysfs),
         "gids": gids,
     }
 
@@ -93,12 +128,27 @@ def lines(found: dict[str, Any]) -> list[str]:
         numa = f", NUMA {port['numa']}" if port["numa"] >= 0 else ""
         rate = f"{port['rate_gbps']:g} Gb/s"
         out.append(f"port       {port['name']} {port['state']}, {port['link_layer']}, {rate}{numa}")
+        device = port["device"]
+        if "error" in device:
+            out.append(f"  device      {device['error']}")
+        else:
+            sizes = f"MTU {device['active_mtu']}, messages up to {device['max_message_bytes']} bytes"
+            out.append(
+                f"  device      firmware {device['firmware'] or '-'}, {sizes}, " + _dmabuf(device["dmabuf"])
+            )
+        bad = counters.trouble({name: value for name, value in port["counters"].items() if value})
+        if bad:
+            out.append("  counted     " + ", ".join(f"{name} {value}" for name, value in bad.items()))
         for gid in port["gids"]:
             grade = "unusable" if gid["rank"] < 0 else f"rank {gid['rank']}"
             out.append(f"  GID {gid['index']:<3} {grade:<8} {gid['reason']}")
     chosen = found["chosen"]
     out.append(f"chosen     {chosen.get('reason') or 'none: ' + chosen['error']}")
     return out
+
+
+def _dmabuf(supported: bool) -> str:
+    return "takes dmabufs" if supported else "no dmabufs"
 
 
 def main(words: Sequence[str]) -> int:
@@ -111,8 +161,13 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--device", action="append", default=[], help="only this: mlx5_0, mlx5_0:1, mlx5*")
     parser.add_argument("--exclude", action="append", default=[], help="not this")
     parser.add_argument("--gid-index", type=int, help="instead of the best one")
+    parser.add_argument("--pkey", type=lambda text: int(text, 0), help="partition key by value: 0x8012")
+    parser.add_argument("--near", default="", help="PCI address of a GPU: the nearest port is taken")
+    parser.add_argument("--rails", type=int, default=1, help="how many ports")
     parser.add_argument("--json", action="store_true", help="for programs and bug reports")
     options = parser.parse_args(words)
-    found = describe(Choice(tuple(options.device), tuple(options.exclude), options.gid_index))
+    wishes = {"gid_index": options.gid_index, "pkey": options.pkey, "near": options.near}
+    choice = Choice(tuple(options.device), tuple(options.exclude), **wishes)
+    found = describe(choice, count=max(1, options.rails))
     print(json.dumps(found, indent=2) if options.json else "\n".join(lines(found)))
     return 3 if "error" in found["chosen"] or "error" in found["library"] else 0
