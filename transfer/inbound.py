@@ -253,7 +253,7 @@ class Inbound:
         limit = FRAME_FACTOR * self.edge.total_bytes + FRAME_ROOM
         if not isinstance(nbytes, int) or not 0 < nbytes <= limit:
             raise ProtocolError(f"{self.peer} announces a frame of {nbytes!r} bytes, expected 1 to {limit}")
-        if isinstance(self._receiver, TcpReceiver):
+        if isinstance(self._receiver, (TcpReceiver, VerbsReceiver)):
             data = bytearray(nbytes)
             self._receiver.receive_frame(data, deadline)
             return data

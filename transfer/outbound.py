@@ -281,7 +281,7 @@ class Outbound:
         round_id, size = str(ready.get("round")), len(encoded.data)
         self._say({"kind": "begin", "round": round_id, "payload": FRAME, "bytes": size})
         start = time.monotonic()
-        if isinstance(self._sender, TcpSender):
+        if isinstance(self._sender, (TcpSender, VerbsSender)):
             self._sender.send_frame(ready, encoded.data, deadline)
         else:
             header = {"kind": "frame", "round": round_id}

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from jaxrl_sync.transfer import Publisher, PublisherConfig, Subscriber, SubscriberConfig, Version, auth
 from jaxrl_sync.transfer.errors import AuthError, DeadlineError, PeerLost, ProtocolError, TransferError
 from jaxrl_sync.transfer.memory import PrivateMemory
+from jaxrl_sync.transfer.payload.settings import PayloadSettings
 from jaxrl_sync.transfer.transports.verbs import VerbsReceiver, VerbsSender
 from jaxrl_sync.transfer.verbs import rail
 from jaxrl_sync.transfer.verbs.devices import Choice, Gid, Port
@@ -32,6 +34,7 @@ from tests.verbs.fakelib import Fake
 from tests.verbs.zygote import Order, data, edge_and_slot, moved, slot_of
 
 PLACEMENTS = ("placed", "staged")
+FULL = PayloadSettings()
 
 
 def made_up_port(device: str, last: int, layer: str = "Ethernet") -> Port:
@@ -54,10 +57,13 @@ class Rig:
         ours: VerbsSettings | None = None,
         theirs: VerbsSettings | None = None,
         timeout_s: float = 8,
+        payload: PayloadSettings = FULL,
     ) -> None:
         self.hub = ServerThread(token_file)
         self.params = trainer_params()
-        config = PublisherConfig(transport=transport, verbs=ours or settings("fake0"), ttl_s=2.0)
+        config = PublisherConfig(
+            transport=transport, verbs=ours or settings("fake0"), ttl_s=2.0, payload=payload
+        )
         other = SubscriberConfig(
             transport=transport, verbs=theirs or settings("fake1"), ttl_s=2.0, timeout_s=timeout_s
         )
@@ -350,6 +356,29 @@ def test_frames_take_the_ring_beside_full_versions(token_file: Path, fake: Fake,
         near.close()
         far.close()
         slot.memory.close()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_sparse_versions_go_over_the_ring(token_file: Path, fake: Fake, placement: Any) -> None:
+    """A full version, then only what changed; the link's own connection carries no weights."""
+    theirs = settings("fake1", placement=placement)
+    made = Rig(token_file, theirs=theirs, payload=PayloadSettings(kind="sparse"))
+    try:
+        assert made.take(0, 0).payload == "full"
+        params = trainer_params(0)
+        norm = params["final_norm"]["scale"]
+        for number in range(1, 4):
+            change = jax.jit(lambda x, at=number: x.at[at].multiply(1.5), out_shardings=norm.sharding)
+            params["final_norm"]["scale"] = norm = change(norm)
+            made.publisher.publish(params, Version("a", number))
+            update = made.subscriber.poll(timeout_s=15)
+            assert update is not None
+            posted = fake.counts.posts
+            report = update.prepare()
+            assert report.payload == "frame" and fake.counts.posts > posted, report
+            assert same_bits(update.swap(), convert(params))
+    finally:
+        made.close()
 
 
 def pair(left: VerbsSettings, right: VerbsSettings) -> tuple[Endpoint, Endpoint]:
