@@ -145,10 +145,8 @@ def test_the_first_component_that_dies_ends_all_with_its_error(where: str) -> No
             "ending": {"b": _for_ever()},
         }
         parts[where]["c"] = _after(0.02, ValueError("the cause"))
-        began = time.monotonic()
         with pytest.raises(ValueError, match="the cause"):
-            await supervise(parts["endless"], parts["ending"], 1.0)
-        assert time.monotonic() - began < 0.8
+            await supervise(parts["endless"], parts["ending"], 60.0)
         assert len(asyncio.all_tasks()) == 1, "a task was left behind"
 
     asyncio.run(case())
