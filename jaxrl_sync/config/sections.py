@@ -275,7 +275,7 @@ class EngineSection(RoleSection):
     deterministic: bool = False
     """One decode and one prefill shape, so that a sample does not depend on its neighbours."""
     extras: Annotated[tuple[Literal["entropy"], ...], Field(strict=False)] = ()
-    """Named per-token arrays that are recorded beside the log-probs."""
+    """Named per-token arrays that are recorded beside the log-probs; they travel with the samples."""
     version_probe: bool = False
     """Weights carry a version stamp per layer, and every forward pass reports which stamps it used."""
     swap_policy: Literal["approved", "auto"] = "approved"

@@ -10,6 +10,7 @@ import pytest
 
 from jaxrl_sync.config.sections import TaskSection
 from jaxrl_sync.inference.tokenizer import CharTokenizer
+from jaxrl_sync.tasks.faulty import FaultyTask
 from jaxrl_sync.tasks.mixture import Mixture, make_mixture
 from jaxrl_sync.tasks.protocol import TaskError
 from jaxrl_sync.tasks.registry import make_task
@@ -74,9 +75,10 @@ def test_what_does_not_fit_together_is_named() -> None:
         mixture({"name": "guess"}, {"name": "tests.tasks.test_mixture:Foreign"})
 
 
-class Foreign(type(make_task("faulty"))):  # type: ignore[misc]
+class Foreign(FaultyTask):
     """A task with a tokenizer of another kind."""
 
     def __init__(self, args: Any) -> None:
         super().__init__(args)
-        self.tokenizer = object()
+        other: Any = object()
+        self.tokenizer = other
