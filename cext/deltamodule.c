@@ -445,6 +445,8 @@ done:
     return result;
 }
 
+PyObject *py_places_apply(PyObject *module, PyObject *args); /* placesmodule.c */
+
 PyMethodDef delta_methods[] = {
     {"gaps_encode", py_gaps_encode, METH_VARARGS, "gaps_encode(positions, width, out) -> true size in bytes."},
     {"gaps_decode", py_gaps_decode, METH_VARARGS, "gaps_decode(data, width, elements, positions_out)."},
@@ -465,5 +467,8 @@ PyMethodDef delta_methods[] = {
     {"delta_apply_gaps", py_delta_apply_gaps, METH_VARARGS,
      "delta_apply_gaps(buffer, itemsize, gaps, values, escapes, count, kind)."},
     {"delta_gather", py_delta_gather, METH_VARARGS, "delta_gather(buffer, itemsize, positions, out)."},
+    {"places_apply", py_places_apply, METH_VARARGS,
+     "places_apply(entries, positions, codes, memory | None, old | None, index_out | None, new_out | None, sums, "
+     "itemsize, kind, threads)."},
     {NULL, NULL, 0, NULL},
 };

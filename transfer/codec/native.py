@@ -15,7 +15,7 @@ from jaxrl_sync.transfer.codec.errors import FrameError
 def coders() -> types.ModuleType | None:
     """The kernels module if it was built and has the coders."""
     found = kernels()
-    return found if found is not None and hasattr(found, "gaps_encode") else None
+    return found if found is not None and hasattr(found, "places_apply") else None
 
 
 def _aligned(array: Bits) -> Bits:

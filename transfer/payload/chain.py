@@ -20,7 +20,8 @@ from jaxrl_sync.sharding import CopyTable, Edge
 from jaxrl_sync.sharding.digests import add_digests, copies_digest
 from jaxrl_sync.transfer.codec import choose, costs, frame, native, values
 from jaxrl_sync.transfer.codec.bits import Bits, Positions, bits_dtype
-from jaxrl_sync.transfer.payload.sections import Digests, Places, Section, sections_of
+from jaxrl_sync.transfer.payload.places import Places
+from jaxrl_sync.transfer.payload.sections import Digests, Section, sections_of
 from jaxrl_sync.transfer.payload.settings import PayloadSettings, Seen
 from jaxrl_sync.transfer.transports.base import Shards
 from jaxrl_sync.transfer.version import Version
@@ -159,7 +160,7 @@ class Chain:
             return
         entries = tuple(self._compare(i, sources) for i in range(len(self.sections)))
         changes = [
-            places.change_of_digests(places.locate(p), n, o)
+            places.change_of_digests(p, n, o, self._threads)
             for places, (p, n, o) in zip(self._places, entries, strict=True)
         ]
         self._digests = add_digests(self._digests, *changes)

@@ -14,16 +14,14 @@ from typing import Any, Protocol
 
 from jaxrl_sync.sharding import Copy, CopyTable, Edge, SlotLayout
 from jaxrl_sync.sharding.digests import add_digests, copies_digest
-from jaxrl_sync.transfer.codec import frame, values
+from jaxrl_sync.transfer.codec import frame
 from jaxrl_sync.transfer.codec.bits import Bits
+from jaxrl_sync.transfer.payload.places import Index, Places, slot_origin
 from jaxrl_sync.transfer.payload.sections import (
     Digests,
-    Index,
-    Places,
     Section,
     bits_of_memory,
     sections_of,
-    slot_origin,
     subtract_digests,
 )
 from jaxrl_sync.transfer.version import Version
@@ -172,12 +170,8 @@ class Shadow:
             self._scatter[number].execute(change.codes, slot.views)
             after = copies_digest(copies, slot.views, "target")
             return None, change.codes, subtract_digests(after, before)
-        where = self._places[number].locate(change.positions)
         memory = bits_of_memory(slot.memory.data, change.itemsize)
-        old = memory[where.index]
-        new = values.bits_from(change.codes, old, change.kind)
-        memory[where.index] = new
-        return where.index, new, self._places[number].change_of_digests(where, new, old)
+        return self._places[number].apply(change.positions, change.codes, change.kind, memory)
 
     def _catch_up(self, slot: SlotLike, serving: SlotLike, before: Version | None, base: Version) -> None:
         path = self._path(before, base)
