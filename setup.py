@@ -53,9 +53,10 @@ KERNELS = Extension(
         for name in (
             *("kernelsmodule", "copies", "sums", "parallel"),
             *("deltamodule", "delta", "codings", "apply", "ffi_shim"),
+            *("placesmodule", "places"),
         )
     ],
-    depends=["cext/kernels.h", "cext/delta.h"],
+    depends=["cext/kernels.h", "cext/delta.h", "cext/keys.h", "cext/places.h"],
     include_dirs=["cext", *FFI_INCLUDE],
     define_macros=[
         *([] if FREE_THREADED else [("Py_LIMITED_API", "0x030B0000")]),

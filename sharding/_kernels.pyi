@@ -66,6 +66,20 @@ def delta_apply_gaps(
     kind: int,
     /,
 ) -> None: ...
+def places_apply(
+    entries: Buffer,
+    positions: Buffer,
+    codes: Buffer,
+    memory: Buffer | None,
+    old: Buffer | None,
+    index_out: Buffer | None,
+    new_out: Buffer | None,
+    sums: Buffer,
+    itemsize: int,
+    kind: int,
+    threads: int,
+    /,
+) -> None: ...
 def delta_gather(buffer: Buffer, itemsize: int, positions: Buffer, out: Buffer, /) -> None: ...
 
 # Capsules of XLA FFI handlers; absent where the build had no headers of jaxlib (setup.py).
