@@ -69,9 +69,9 @@ def one_step(
     weights = rng.normal(0, 0.02, elements).astype(np.float32)
     step = np.clip(rng.normal(0, 1, elements), -1, 1).astype(np.float32)
     before = weights.astype(ml_dtypes.bfloat16).view(np.uint16)
-    low, high = 1e-9, 1e-3
+    after, low, high = before, 1e-9, 1e-3
     for _ in range(24):
-        scale = np.float32((low * high) ** 0.5)
-        after = (weights + scale * step).astype(ml_dtypes.bfloat16).view(np.uint16)
+        scale = (low * high) ** 0.5
+        after = (weights + np.float32(scale) * step).astype(ml_dtypes.bfloat16).view(np.uint16)
         low, high = (scale, high) if np.mean(after != before) < density else (low, scale)
     return before, after

@@ -42,7 +42,7 @@ def sound_frames() -> list[bytes]:
 
 def position_codings() -> list[positions.Coding]:
     """Every position coding, with and without zstd where it may have it."""
-    plain = [positions.Coding(k) for k in ("none", "all", "bitmap", "u32", "gap16", "gap8")]  # type: ignore[arg-type]
+    plain = [positions.Coding(k) for k in ("none", "all", "bitmap", "u32", "gap16", "gap8")]
     packed = [dataclasses.replace(c, zstd=True) for c in plain if c.kind in ("bitmap", "gap16", "gap8")]
     return [*plain, *packed, positions.Coding("rice", 4), positions.Coding("rice", rice.guess(40, 1000))]
 

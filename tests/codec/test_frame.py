@@ -126,7 +126,7 @@ def test_no_memory_is_taken_for_what_a_frame_only_claims() -> None:
     for kind in ("u32", "gap8", "gap16", "rice", "bitmap", "all"):
         for zstd in (False, True):
             packed = zstd and kind in ("gap8", "gap16", "bitmap")
-            coding = frame.Coding(positions.Coding(kind, 0, packed), "overwrite", zstd)  # type: ignore[arg-type]
+            coding = frame.Coding(positions.Coding(kind, 0, packed), "overwrite", zstd)
             section = dataclasses.replace(claim, coding=coding)
             data = frame.seal(hostile.HEAD, [section], [bytes(80)])
             tracemalloc.start()

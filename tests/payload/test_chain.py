@@ -14,7 +14,7 @@ from jaxrl_sync.transfer.codec.errors import CorruptFrame, FrameError, Truncated
 from jaxrl_sync.transfer.codec.rules import CodingRules
 from jaxrl_sync.transfer.payload.chain import Chain, compare, compare_numpy, union
 from jaxrl_sync.transfer.payload.sections import Section
-from jaxrl_sync.transfer.payload.settings import PayloadSettings
+from jaxrl_sync.transfer.payload.settings import RETRY, PayloadSettings, Seen
 from jaxrl_sync.transfer.payload.shadow import Shadow
 from jaxrl_sync.transfer.version import Version
 from tests.codec.deltas import DTYPES, adversarial
@@ -135,6 +135,36 @@ def test_the_steady_state_copies_no_slot() -> None:
         receiver.swap(Version("aaaaaaaaaaaa", number))
         assert receiver.holds(tree)
     assert receiver.anchors == 1 and receiver.shadow.copied == 1
+
+
+def test_half_of_the_weights_may_change() -> None:
+    rng = np.random.default_rng(6)
+    chain, tree, receiver = _chain(), random_tree(rng), Receiver()
+    for number in range(1, 5):
+        tree = stepped(tree, 0.5, rng)
+        receiver.take(chain, Version("aaaaaaaaaaaa", number), tree)
+        receiver.swap(Version("aaaaaaaaaaaa", number))
+        assert receiver.holds(tree)
+    assert receiver.anchors == 1
+
+
+def test_auto_takes_what_was_seen_to_be_faster_and_tries_the_other_again() -> None:
+    seen = Seen()
+    assert seen.base_wanted and seen.frame_pays()  # nothing is known yet
+    seen.full(1 << 24, 0.010)
+    seen.frame(1 << 20, 0.002, 0.050)
+    taken = [seen.frame_pays() for _ in range(2 * RETRY)]
+    assert taken.count(True) == 2 and taken[RETRY - 1] and taken[-1]
+    wanted = 0
+    for _ in range(RETRY):
+        wanted += seen.base_wanted
+        seen.frame_pays()
+    assert wanted == 1  # a baseline is compared only where the next version may be a frame
+    for _ in range(20):
+        seen.frame(1 << 16, 0.001, 0.002)
+    assert seen.frame_pays() and seen.base_wanted
+    seen.full(1 << 24, 1.0)
+    assert 1e7 < seen.rate < 2e9
 
 
 def _ready() -> tuple[Receiver, Chain, Tree, Version]:

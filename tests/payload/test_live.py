@@ -26,7 +26,7 @@ def _step(params: Any, seed: Any) -> Any:
 
     def moved(x: jax.Array) -> jax.Array:
         chosen = (jnp.arange(x.size) * 7 + seed * 3) % 20 == 0
-        return x * (1 + 0.01 * chosen.reshape(x.shape))
+        return jnp.multiply(x, 1 + 0.01 * chosen.reshape(x.shape))
 
     return jax.tree.map(moved, params)
 
@@ -82,7 +82,8 @@ def test_a_slow_engine_gets_the_union_and_a_late_one_an_anchor(rig: Rig) -> None
     publisher = rig.publisher(params, "tcp", payload=SPARSE)
     fast, slow = rig.subscriber("fast", transport="tcp"), rig.subscriber("slow", transport="tcp")
     publisher.publish(params, Version("a", 0))
-    take(fast), take(slow)
+    take(fast)
+    take(slow)
     for number in range(1, 5):
         params = _step(params, number)
         publisher.publish(params, Version("a", number))

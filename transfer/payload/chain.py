@@ -205,7 +205,7 @@ class Chain:
         while self._steps:
             oldest = self._steps[0].version
             past = bool(needed) and all(v == oldest or v.follows(oldest) for v in needed)
-            large = self.step_bytes > max(self.baseline_bytes // 2, 1 << 20)
+            large = len(self._steps) > 1 and self.step_bytes > max(self.baseline_bytes // 2, 1 << 20)
             if not past and len(self._steps) <= self._settings.history and not large:
                 return
             self._steps.pop(0)

@@ -77,7 +77,8 @@ class Use:
         """An anchor is out: the next version may be a frame on it."""
         self._since_anchor = 0
         self.chain.seen.full(nbytes, wire_s)
-        self.chain.anchor(version, sources)
+        if self._settings.kind != "auto" or self.chain.seen.base_wanted:
+            self.chain.anchor(version, sources)
 
     def sent_frame(self, encoded: Encoded, wire_s: float) -> None:
         """A frame is out."""

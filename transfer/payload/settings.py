@@ -84,6 +84,13 @@ class Seen:
         """Bytes per second of the link; 1e9 before anything was measured."""
         return 1e9 if math.isnan(self.rate_bytes_s) else self.rate_bytes_s
 
+    @property
+    def base_wanted(self) -> bool:
+        """Whether `frame_pays` will be true next time, so that a base is of use then."""
+        if math.isnan(self.frame_s) or math.isnan(self.full_s):
+            return True
+        return self.frame_s < self.full_s or self._since + 1 >= RETRY
+
     def frame_pays(self) -> bool:
         """Whether a frame should take less time than a full round; the loser is tried now and then."""
         if math.isnan(self.frame_s) or math.isnan(self.full_s):
