@@ -7,6 +7,7 @@ hash of the bytes is a digest that any Python, numpy or jax version reproduces.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable
 
 from jaxrl_sync.sharding.errors import MappingError
@@ -90,9 +91,21 @@ class Reader:
             raise MappingError(f"{self._what}: impossible length {value} at byte {self._at}")
         return value
 
-    def integers(self) -> tuple[int, ...]:
-        """A list of integers."""
-        return tuple(self.integer() for _ in range(self.count()))
+    def integers(self, at_least: int = 0) -> tuple[int, ...]:
+        """A list of integers; a shorter one than ``at_least`` is an error."""
+        return tuple(self.integer() for _ in range(self._long_enough(self.count(), at_least)))
+
+    def _long_enough(self, count: int, at_least: int) -> int:
+        if count < at_least:
+            raise MappingError(f"{self._what}: {count} values at byte {self._at}, expected {at_least}")
+        return count
+
+    def shape(self) -> tuple[int, ...]:
+        """A list of sizes: not negative, and of fewer than 2^56 elements in all."""
+        sizes = self.integers()
+        if any(n < 0 for n in sizes) or math.prod(max(1, n) for n in sizes) >= 1 << 56:
+            raise MappingError(f"{self._what}: impossible shape {sizes[:8]} at byte {self._at}")
+        return sizes
 
     def raw(self) -> bytes:
         """A byte string."""
@@ -110,9 +123,9 @@ class Reader:
         except UnicodeDecodeError as error:
             raise MappingError(f"{self._what}: not UTF-8 before byte {self._at}") from error
 
-    def texts(self) -> tuple[str, ...]:
-        """A list of strings."""
-        return tuple(self.text() for _ in range(self.count()))
+    def texts(self, at_least: int = 0) -> tuple[str, ...]:
+        """A list of strings; a shorter one than ``at_least`` is an error."""
+        return tuple(self.text() for _ in range(self._long_enough(self.count(), at_least)))
 
     def end(self) -> None:
         """Asserts that everything was read."""

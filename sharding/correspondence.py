@@ -238,23 +238,52 @@ def _read_map(body: bytes) -> Correspondence:
     read = codec.Reader(body, _MAGIC, "correspondence")
     params = {}
     for _ in range(read.count()):
-        path, shape = read.text(), read.integers()
-        params[path] = (shape, read.text())
+        path, shape = read.text(), read.shape()
+        params[path] = (shape, str(dtype_of(read.text())))
     leaves = []
     for _ in range(read.count()):
-        kind, name, dtype, path, reason = read.texts()
-        shape, casts, used, values = read.integers(), read.texts(), read.texts(), read.raw()
-        leaves.append(Leaf(kind, name, shape, dtype, path, casts, used, reason, values))
+        kind, name, dtype, path, reason, *more = read.texts(5)
+        shape, casts, used, values = read.shape(), read.texts(), read.texts(), read.raw()
+        leaf = Leaf(kind, name, shape, str(dtype_of(dtype)), path, casts, used, reason, values)
+        _check_leaf(leaf, params, bool(more))
+        leaves.append(leaf)
     tensors = {}
     for _ in range(read.count()):
-        path, dtype, shape = read.text(), read.text(), read.integers()
+        path, dtype, shape = read.text(), read.text(), read.shape()
         fragments = []
         for _ in range(read.count()):
-            source, offset, start, *rest = read.integers()
+            source, offset, start, *rest = read.integers(3)
             if not 0 <= source < len(leaves) or len(rest) % 3:
                 raise MappingError(f"correspondence: tensor {path!r} names leaf {source} of {len(leaves)}")
             axes = tuple(Axis(*rest[i : i + 3]) for i in range(0, len(rest), 3))
             fragments.append(Fragment(source, offset, start, axes))
+            _check_fragment(fragments[-1], path, math.prod(shape), dtype, leaves[source])
         tensors[path] = TensorMap(shape, str(dtype_of(dtype)), tuple(fragments))
     read.end()
     return Correspondence(tuple(leaves), tensors, params, program=None)
+
+
+def _check_leaf(leaf: Leaf, params: dict[str, tuple[tuple[int, ...], str]], more: bool) -> None:
+    """What came as bytes must be something that `trace` could have made."""
+    if more or leaf.kind not in ("param", "computed", "constant"):
+        raise MappingError(f"correspondence: leaf {leaf.name!r} is of kind {leaf.kind!r}")
+    if strange := sorted(set(leaf.params) - set(params)):
+        raise MappingError(f"correspondence: leaf {leaf.name!r} depends on {strange[0]!r}, no parameter")
+    if leaf.kind == "param" and params.get(leaf.path, ((), ""))[0] != leaf.shape:
+        raise MappingError(
+            f"correspondence: leaf {leaf.name!r} is not of the shape of parameter {leaf.path!r}"
+        )
+    size = math.prod(leaf.shape) * dtype_of(leaf.dtype).itemsize if leaf.kind == "constant" else 0
+    if len(leaf.values) != size:
+        raise MappingError(f"correspondence: leaf {leaf.name!r} has {len(leaf.values)} bytes of {size}")
+
+
+def _check_fragment(f: Fragment, path: str, size: int, dtype: str, leaf: Leaf) -> None:
+    reach = [(n - 1) * step for n, _, step in f.axes]
+    low, high = f.offset + sum(min(0, r) for r in reach), f.offset + sum(max(0, r) for r in reach)
+    last = f.start + sum((n - 1) * stride for n, stride, _ in f.axes)
+    inside = 0 <= f.start <= last < size and 0 <= low <= high < math.prod(leaf.shape)
+    if not inside or leaf.dtype != dtype or any(n < 1 or stride < 1 for n, stride, _ in f.axes):
+        raise MappingError(
+            f"correspondence: a fragment of {path!r} does not fit into it or into {leaf.name!r}"
+        )

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 from jaxrl_sync.sharding.errors import MappingError
 
-MAX_FRAGMENTS = 1 << 17
-"""A tensor that needs more is not rearranged but scrambled; it becomes a computed leaf."""
+MAX_FRAGMENTS = 1 << 14
+"""A tensor that needs more is not rearranged but scrambled: one gather on the source mesh (a computed leaf)
+costs less than so many copies, and planning them would take minutes."""
 
 
 class TooManyFragments(MappingError):

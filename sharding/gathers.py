@@ -40,6 +40,9 @@ def _runs(starts: Rows, single: Sequence[bool]) -> list[tuple[int, int, int, int
         return []
     steps = np.diff(starts, axis=0)
     moves = (steps != 0).sum(axis=1)
+    changes = np.flatnonzero((steps[1:] != steps[:-1]).any(axis=1)) + 1
+    if len(changes) > 2 * MAX_FRAGMENTS:  # a run has a change at each end
+        raise TooManyFragments(f"indices have more than {MAX_FRAGMENTS} runs")
     runs, at = [], 0
     while at < n:
         if at + 1 == n or moves[at] > 1:
@@ -48,8 +51,8 @@ def _runs(starts: Rows, single: Sequence[bool]) -> list[tuple[int, int, int, int
             continue
         dim = int(np.argmax(steps[at] != 0))
         distance = int(steps[at, dim])
-        differ = np.flatnonzero((steps[at:] != steps[at]).any(axis=1))
-        count = (int(differ[0]) if len(differ) else n - 1 - at) + 1
+        change = int(np.searchsorted(changes, at, side="right"))
+        count = (int(changes[change]) if change < len(changes) else n - 1) - at + 1
         if distance and not single[dim]:
             count = 1
         runs.append((at, count, dim, distance))

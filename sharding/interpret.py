@@ -181,18 +181,19 @@ class Interpreter:
         static = movement.STATIC_OPERANDS.get(name, lambda n: ())(len(args))
         for i in static:
             if not isinstance(args[i], Known):
-                self._refuse_dynamic(name, args[i])
+                self._refuse_dynamic(name, args[0], args[i])
         operands = [a if i in static else self.value(a) for i, a in enumerate(args)]
         result = rule(self, eqn.params, operands, [v.aval for v in eqn.outvars])
         return None if result is None else list(result)
 
-    def _refuse_dynamic(self, name: str, index: Abstract) -> None:
-        params = sorted(self.params_of([index]))
+    def _refuse_dynamic(self, name: str, operand: Abstract, index: Abstract) -> None:
+        params, moved = sorted(self.params_of([index])), sorted(self.params_of([operand]))
         if name == "select_n":
             return  # arithmetic like any other: a computed leaf
+        what, whence = ", ".join(map(repr, moved)) or "a constant", ", ".join(params) or "a computed value"
         raise MappingError(
-            f"{name} takes its positions from data ({', '.join(params) or 'a computed value'}): which "
-            "elements move would change with the weights; use static indices"
+            f"{name} of {what} takes its positions from data ({whence}): which elements move would change "
+            "with the weights; use static indices"
         )
 
     def params_of(self, args: Sequence[Abstract]) -> frozenset[str]:

@@ -42,6 +42,8 @@ class Placement:
 
     def __post_init__(self) -> None:
         whole = Box.whole(self.shape)
+        if len(self.by_device) != len(self.shards):
+            raise MappingError(f"shape {self.shape}: a device holds two shards of one tensor")
         for shard in self.shards:
             if len(shard.box.start) != len(self.shape) or not whole.contains(shard.box):
                 raise MappingError(f"device {shard.device}: box {shard.box} is outside of shape {self.shape}")
@@ -112,9 +114,18 @@ class TensorLayout:
 def dtype_of(name: str) -> np.dtype[Any]:
     """The numpy dtype of a name, with the ml_dtypes ones (bfloat16, float8_e4m3fn, ...)."""
     try:
-        return np.dtype(jax.numpy.dtype(name))
-    except TypeError as error:
+        dtype = np.dtype(jax.numpy.dtype(name))
+    except (TypeError, ValueError, SyntaxError) as error:  # numpy parses a name as a description of fields
         raise MappingError(f"unknown dtype {name!r}") from error
+    if (
+        dtype.kind not in "biufcV"
+        or dtype.names
+        or dtype.subdtype
+        or dtype.name != name
+        or not dtype.itemsize
+    ):
+        raise MappingError(f"dtype {name!r} is no number type of jax")
+    return dtype
 
 
 def is_packed(dtype: np.dtype[Any]) -> bool:
@@ -283,7 +294,7 @@ class Layout(Mapping[str, TensorLayout]):
         read = codec.Reader(data, _MAGIC, "layout")
         placements = []
         for _ in range(read.count()):
-            shape = read.integers()
+            shape = read.shape()
             shards = []
             for _ in range(read.count()):
                 device, process = read.integer(), read.integer()

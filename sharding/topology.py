@@ -61,6 +61,8 @@ class Topology:
         tables = []
         for _ in range(4):
             flat = read.integers()
+            if len(flat) % 2:
+                raise MappingError(f"topology: a table of pairs has {len(flat)} numbers")
             tables.append(dict(zip(flat[::2], flat[1::2], strict=True)))
         return cls(tables[0], tables[1], tables[2], tables[3], rate)
 

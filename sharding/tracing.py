@@ -19,6 +19,7 @@ from jaxrl_sync.sharding.fragments import coalesce
 from jaxrl_sync.sharding.interpret import Interpreter, Source
 from jaxrl_sync.sharding.layout import Layout
 from jaxrl_sync.sharding.paths import leaves_by_path, nearest, path_name
+from jaxrl_sync.sharding.purity import check_pure
 from jaxrl_sync.sharding.values import Value
 
 
@@ -28,18 +29,19 @@ def trace(convert: Callable[[Any], Any], source: Any, target: Any = None) -> Cor
     ``convert``: a pure function from the source tree to the target tree. ``source``: a tree of arrays or
     ``jax.ShapeDtypeStruct``, or a `Layout` (then ``convert`` gets nested dictionaries). ``target``: the tree
     or Layout that ``convert`` must produce, or None to accept what it does. Raises `MappingError` for an
-    impure function, positions taken from data, and missing or extra tensors and other shapes or dtypes.
+    impure function (side effects, or another program when traced again; see `purity`), positions taken from
+    data, and missing or extra tensors and other shapes or dtypes.
     """
     tree = source.shapes() if isinstance(source, Layout) else source
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     params = leaves_by_path(shapes, "source")
-    closed, out_tree = _program(convert, shapes)
+    closed, keys = _program(convert, shapes)
     run = Interpreter()
     inputs = [run.param(path, tuple(x.shape), np.dtype(x.dtype)) for path, x in params.items()]
-    keys = [path_name(k) for k, _ in jax.tree_util.tree_flatten_with_path(out_tree)[0]]
     if len(set(keys)) != len(keys):
         twice = next(k for k in keys if keys.count(k) > 1)
         raise MappingError(f"convert returns two tensors named {twice!r}")
+    check_pure(lambda: _program(convert, shapes), closed, keys)
     values = {}
     for path, value in zip(keys, run.run(closed, inputs), strict=True):
         values[path] = run.value(value)
@@ -48,11 +50,17 @@ def trace(convert: Callable[[Any], Any], source: Any, target: Any = None) -> Cor
     return _correspondence(run, dict(sorted(values.items())), params, source, closed)
 
 
-def _program(convert: Callable[[Any], Any], shapes: Any) -> tuple[Any, Any]:
+def _program(convert: Callable[[Any], Any], shapes: Any) -> tuple[Any, list[str]]:
+    """One trace: (closed jaxpr, names of its outputs)."""
+
+    def fresh(tree: Any) -> Any:  # jax remembers what it traced by function; this one is new
+        return convert(tree)
+
     try:
-        closed, out_tree = jax.make_jaxpr(convert, return_shape=True)(shapes)
+        closed, out_tree = jax.make_jaxpr(fresh, return_shape=True)(shapes)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
-        reason = str(error).splitlines()[0]
+        words = str(error).splitlines()
+        reason = " ".join([words[0], *(w for w in words[1:] if "depends on the value" in w)])
         raise MappingError(
             f"convert looks at the values of the weights, not only moves them: {reason}"
         ) from error
@@ -61,7 +69,7 @@ def _program(convert: Callable[[Any], Any], shapes: Any) -> tuple[Any, Any]:
     if closed.effects:
         effects = ", ".join(sorted(map(str, closed.effects)))
         raise MappingError(f"convert is impure: it has side effects ({effects})")
-    return closed, out_tree
+    return closed, [path_name(k) for k, _ in jax.tree_util.tree_flatten_with_path(out_tree)[0]]
 
 
 def _check(values: dict[str, Value], target: Any) -> None:

@@ -15,10 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxrl_sync.sharding.fragments import (
+    MAX_FRAGMENTS,
     Axis,
     DimAxis,
     Fragment,
     Piece,
+    TooManyFragments,
     by_dimension,
     coalesce,
     flatten,
@@ -237,6 +239,8 @@ def select_boxes(mask: npt.NDArray[np.bool_]) -> list[tuple[Shape, Shape, bool]]
             found.append(((a,), (b,), bool(mask[a])))
         else:
             found += [((a, *low), (b, *high), bit) for low, high, bit in select_boxes(mask[a])]
+        if len(found) > MAX_FRAGMENTS:
+            raise TooManyFragments(f"a mask of more than {MAX_FRAGMENTS} boxes")
     return found
 
 

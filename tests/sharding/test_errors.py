@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from typing import Any
 
 import jax
@@ -21,9 +23,9 @@ W = {"w": jax.ShapeDtypeStruct((4, 6), "float32"), "i": jax.ShapeDtypeStruct((3,
 
 
 def test_data_dependent_gather_names_operation_and_tensor() -> None:
-    with pytest.raises(MappingError, match=r"gather takes its positions from data \(i\)"):
+    with pytest.raises(MappingError, match=r"gather of 'w' takes its positions from data \(i\)"):
         trace(lambda t: {"w": t["w"][t["i"]]}, W)
-    with pytest.raises(MappingError, match=r"dynamic_slice takes its positions from data \(i\)"):
+    with pytest.raises(MappingError, match=r"dynamic_slice of 'w' takes its positions from data \(i\)"):
         trace(lambda t: {"w": jax.lax.dynamic_slice(t["w"], (t["i"][0], 0), (1, 6))}, W)
 
 
@@ -37,8 +39,51 @@ def test_impure_and_value_dependent_functions() -> None:
 
     with pytest.raises(MappingError, match="impure"):
         trace(prints, W)
-    with pytest.raises(MappingError, match="looks at the values"):
+    with pytest.raises(MappingError, match=r"looks at the values.*depends on the value.*'w'"):
         trace(looks, W)
+
+
+def test_what_python_hides_from_jax_shows_in_a_second_trace() -> None:
+    calls = itertools.count(1)
+    kept: list[Any] = []
+
+    def leaks(t: Tree) -> Tree:
+        kept.append(t["w"])
+        return {"a": t["w"], "b": kept[0]}
+
+    a_second = r"convert is impure: traced twice.*differ in "
+    wrong: dict[str, tuple[str, Any]] = {
+        "counter": (r"the operands of mul .*on which 'b' depends", lambda t: t["w"] * next(calls)),
+        "random": (r"a constant .*on which 'b' depends", lambda t: t["w"] + np.random.rand(4, 6)),
+        "clock": (
+            r"the operands of add .*on which 'b' depends",
+            lambda t: t["w"] + time.monotonic_ns() % 9973,
+        ),
+        "order": (
+            r"a constant .*on which 'b' depends",
+            lambda t: t["w"][np.random.permutation(4)[:, None] * 1],
+        ),
+        "key": ("random_seed", lambda t: t["w"] + jax.random.normal(jax.random.key(next(calls)), (4, 6))),
+        "inside": ("of jit: the operands of mul", lambda t: jax.jit(lambda w: w * next(calls))(t["w"])),
+        "length": ("number of operations.*'b'", lambda t: t["w"].T if next(calls) % 2 else t["w"].T.T),
+    }
+    for said, make in wrong.values():
+        with pytest.raises(MappingError, match=a_second + ".*" + said):
+            trace(lambda t, make=make: {"a": t["w"], "b": make(t)}, W)
+    with pytest.raises(MappingError, match=r"the tensors it returns \('w\d+', 'w\d+'\)"):
+        trace(lambda t: {f"w{next(calls)}": t["w"]}, W)
+    with pytest.raises(MappingError, match="impure"):
+        trace(leaks, W)
+
+
+def test_fixed_random_numbers_and_functions_made_inside_are_pure() -> None:
+    def convert(t: Tree) -> Tree:
+        rng = np.random.default_rng(0)
+        layer = jax.checkpoint(jax.jit(lambda w: jnp.sin(w)[rng.permutation(4)]))
+        noise = jax.random.normal(jax.random.key(3), (4, 6))
+        return {"a": layer(t["w"]) + noise, "b": t["w"][np.argsort(rng.random(4))], "i": t["i"]}
+
+    assert trace(convert, W).digest == trace(convert, W).digest
 
 
 def test_rank_shape_and_dtype_mismatch_name_both_sides() -> None:
@@ -51,6 +96,18 @@ def test_rank_shape_and_dtype_mismatch_name_both_sides() -> None:
         trace(only, W, {"w": jax.ShapeDtypeStruct((4, 6), "bfloat16")})
     with pytest.raises(MappingError, match="convert produces 'i', which the target lacks"):
         trace(lambda t: t, W, {"w": W["w"]})
+
+
+def test_missing_and_extra_tensors_come_with_the_nearest_name() -> None:
+    target = {"layers/0/up": W["w"]}
+    said = (
+        r"target tensor 'layers/0/up' is not produced \(nearest: 'layer/0/up'\); convert produces "
+        r"'layer/0/up', which the target lacks \(nearest: 'layers/0/up'\)"
+    )
+    with pytest.raises(MappingError, match=said):
+        trace(lambda t: {"layer/0/up": t["w"]}, W, target)
+    with pytest.raises(MappingError, match=r"no parameter 'w' \(nearest: 'ww'\)"):
+        trace(lambda t: {"w": t["w"] + 1}, {"w": W["w"]}).export({"ww": jnp.ones((4, 6))})
 
 
 def test_duplicated_target_path() -> None:
