@@ -113,9 +113,9 @@ def _positions(
 
         def measured() -> tuple[float, float]:
             size, exact_units = measure()
-            return size, speeds.seconds(name, exact_units)
+            return size, speeds.seconds(name, exact_units, count)
 
-        return _Candidate(coding, speeds.seconds(name, units) + least / rate, measured)
+        return _Candidate(coding, speeds.seconds(name, units, count) + least / rate, measured)
 
     wanted = rules.positions
     if wanted in ("auto", "u32"):

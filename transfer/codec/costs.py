@@ -19,20 +19,22 @@ from jaxrl_sync.transfer.codec import positions, rice, values
 from jaxrl_sync.transfer.codec.bits import Bits, Positions
 
 _SIZES = (1 << 10, 1 << 15)
+_BITMAP = 1 << 18
 _REPEATS = 5
 _lock = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """``fixed_s + units * unit_s`` seconds."""
+    """``fixed_s + units * unit_s + entries * entry_s`` seconds; the last only where units aren't entries."""
 
     fixed_s: float
     unit_s: float
+    entry_s: float = 0.0
 
-    def seconds(self, units: float) -> float:
-        """The time for so many units."""
-        return self.fixed_s + units * self.unit_s
+    def seconds(self, units: float, entries: float = 0.0) -> float:
+        """The time for so many units, and entries."""
+        return self.fixed_s + units * self.unit_s + entries * self.entry_s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +43,9 @@ class Speeds:
 
     lines: Mapping[str, Line]
 
-    def seconds(self, name: str, units: float) -> float:
+    def seconds(self, name: str, units: float, entries: float = 0.0) -> float:
         """Time to encode and to decode. KeyError for a coding that wasn't measured."""
-        return self.lines[name].seconds(units)
+        return self.lines[name].seconds(units, entries)
 
 
 @functools.cache
@@ -57,10 +59,28 @@ def _measured() -> Speeds:
     small, large = _SIZES
     lines = {}
     for name, (a, b) in found.items():
-        per_unit = 100 if name.startswith("bitmap") else 2 if name == "all" else 1
         slope = max(0.0, b - a) / (large - small)
-        lines[name] = Line(max(0.0, a - slope * small), slope / per_unit)
+        lines[name] = Line(max(0.0, a - slope * small), slope / (2 if name == "all" else 1))
+    for zstd in (False, True):
+        coding = positions.Coding("bitmap", zstd=zstd)
+        lines[name_of(coding)] = _bitmap_line(coding, rng)
     return Speeds(lines)
+
+
+def _bitmap_line(coding: positions.Coding, rng: np.random.Generator) -> Line:
+    """Seconds per element and per entry, from a sparse and a dense bitmap."""
+    counts, times = list[int](), list[float]()
+    for share in (0.01, 0.5):
+        places = np.flatnonzero(rng.random(_BITMAP) < share).astype(np.uint32)
+        counts.append(places.size)
+        times.append(_best(functools.partial(_code, places, _BITMAP, coding)))
+    entry_s = max(0.0, times[1] - times[0]) / (counts[1] - counts[0])
+    return Line(0.0, max(0.0, times[0] - counts[0] * entry_s) / _BITMAP, entry_s)
+
+
+def _code(places: Positions, elements: int, coding: positions.Coding) -> object:
+    data, words = positions.encode(places, elements, coding)
+    return positions.decode(memoryview(data), coding, places.size, words, elements)
 
 
 def measured() -> Speeds:
@@ -81,20 +101,17 @@ def _works(places: Positions, new: Bits, old: Bits) -> dict[str, Callable[[], ob
     elements = places.size * 100
     parameter = rice.guess(places.size, elements)
     kinds = [
-        positions.Coding("bitmap"), positions.Coding("bitmap", zstd=True), positions.Coding("u32"),
-        positions.Coding("gap16"), positions.Coding("gap16", zstd=True), positions.Coding("gap8"),
-        positions.Coding("gap8", zstd=True), positions.Coding("rice", parameter),
+        positions.Coding("u32"), positions.Coding("gap16"), positions.Coding("gap16", zstd=True),
+        positions.Coding("gap8"), positions.Coding("gap8", zstd=True), positions.Coding("rice", parameter),
     ]  # fmt: skip
-
-    def where(coding: positions.Coding) -> object:
-        data, words = positions.encode(places, elements, coding)
-        return positions.decode(memoryview(data), coding, places.size, words, elements)
 
     def what(kind: values.Kind, zstd: bool) -> object:
         data = values.encode(values.codes_of(new, old, kind), kind, zstd)
         return values.bits_from(values.decode(memoryview(data), new.size, 2, kind, zstd), old, kind)
 
-    works: dict[str, Callable[[], object]] = {name_of(c): functools.partial(where, c) for c in kinds}
+    works: dict[str, Callable[[], object]] = {
+        name_of(c): functools.partial(_code, places, elements, c) for c in kinds
+    }
     kinds_of_values: tuple[values.Kind, ...] = ("overwrite", "xor", "ulp")
     for kind in kinds_of_values:
         works[kind] = functools.partial(what, kind, False)

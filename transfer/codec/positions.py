@@ -96,7 +96,8 @@ def _from_bitmap(data: memoryview, coding: Coding, count: int, elements: int) ->
         packed = np.frombuffer(data, np.uint8)
     if elements % 8 and packed[-1] >> (elements % 8):
         raise FrameError(f"the bitmap sets bits beyond its {elements} elements")
-    found = np.flatnonzero(np.unpackbits(packed, count=elements, bitorder="little")).astype(np.uint32)
+    mask = np.unpackbits(packed, count=elements, bitorder="little").view(np.bool_)
+    found = np.flatnonzero(mask).astype(np.uint32)
     if found.size != count:
         raise FrameError(f"the bitmap sets {found.size} bits, expected {count}")
     return found
