@@ -36,6 +36,12 @@ void run_copies(const copy_entry *entries, int64_t count, const uintptr_t *sourc
 void run_sums(const sum_entry *entries, int64_t count, const uintptr_t *sources, uint32_t *sums, int threads);
 int has_avx2(void);
 
+/* The bytes of the entries' runs, in order, to a socket (sources) or from it (targets); starts `skip` bytes into
+ * them and moves at most `limit`. Returns how many; *error is an errno where it stopped early, EAGAIN after the
+ * socket's own timeout, ECONNRESET at the end of the stream. */
+int64_t run_stream(int fd, int receive, const copy_entry *entries, int64_t count, const uintptr_t *buffers,
+                   int64_t skip, int64_t limit, int *error);
+
 /* Calls `work(state, index)` for every index below `count` on `threads` threads (this one included). */
 void parallel_for(void (*work)(void *state, int64_t index), void *state, int64_t count, int threads);
 

@@ -92,7 +92,43 @@ done:
     return result;
 }
 
+static PyObject *stream_table(PyObject *module, PyObject *args)
+{
+    (void)module;
+    Py_buffer table, buffers;
+    int fd, receive, error = 0;
+    long long skip, limit;
+    int64_t done = 0;
+    PyObject *result = NULL;
+    if (!PyArg_ParseTuple(args, "ipy*y*LL:stream_table", &fd, &receive, &table, &buffers, &skip, &limit))
+        return NULL;
+    if (check_table(&table, sizeof(copy_entry), &buffers, &buffers) < 0)
+        goto done;
+    const copy_entry *entries = table.buf;
+    int64_t count = (int64_t)((size_t)table.len / sizeof(copy_entry));
+    for (int64_t i = 0; i < count; i++) {
+        int64_t index = receive ? entries[i].target : entries[i].source;
+        if (check_dims(entries[i].ndim, 0) < 0 ||
+            check_index(index, buffers.len / (Py_ssize_t)sizeof(uintptr_t), "buffer") < 0)
+            goto done;
+    }
+    if (skip < 0 || limit < 0) {
+        PyErr_Format(PyExc_ValueError, "skip %lld and limit %lld, expected at least 0", skip, limit);
+        goto done;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    done = run_stream(fd, receive, entries, count, buffers.buf, skip, limit, &error);
+    Py_END_ALLOW_THREADS
+    result = Py_BuildValue("Li", (long long)done, error);
+done:
+    PyBuffer_Release(&table);
+    PyBuffer_Release(&buffers);
+    return result;
+}
+
 static PyMethodDef methods[] = {
+    {"stream_table", stream_table, METH_VARARGS,
+     "stream_table(fd, receive, entries, addresses, skip, limit) -> (bytes, errno): runs to or from a socket."},
     {"copy_table", copy_table, METH_VARARGS,
      "copy_table(entries, source_addresses, target_addresses, threads, streaming): runs all copies."},
     {"sum_table", sum_table, METH_VARARGS,

@@ -8,6 +8,9 @@ HAS_AVX2: int
 def copy_table(
     entries: Buffer, source_addresses: Buffer, target_addresses: Buffer, threads: int, streaming: int, /
 ) -> None: ...
+def stream_table(
+    fd: int, receive: bool, entries: Buffer, addresses: Buffer, skip: int, limit: int, /
+) -> tuple[int, int]: ...
 def sum_table(entries: Buffer, source_addresses: Buffer, sums: Buffer, threads: int, /) -> None: ...
 
 # Deltas and their codings (cext/delta.h; formats in docs/payloads.md). Contiguous, aligned buffers; the GIL is

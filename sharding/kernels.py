@@ -235,6 +235,11 @@ class CopyTable:
         native.copy_table(self._rows, addresses_of(source), addresses_of(target), threads, streaming)
 
     @property
+    def rows(self) -> IntArray:
+        """The entries as the C kernels read them (``copy_entry`` of cext/kernels.h); not to be changed."""
+        return self._rows
+
+    @property
     def native(self) -> bool:
         """Whether the C kernels are there, so that `execute_at` works."""
         return kernels() is not None

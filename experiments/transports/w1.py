@@ -69,5 +69,5 @@ def checksum(tree: Tree) -> dict[str, int]:
         whole = np.empty(leaf.shape, np.uint16)
         for shard in leaf.addressable_shards:
             whole[shard.index] = np.asarray(shard.data).view(np.uint16)
-        found[path] = zlib.crc32(whole)
+        found[path] = zlib.crc32(whole.data)
     return found

@@ -62,6 +62,15 @@ def verbs_of(options: dict[str, Any]) -> Any:
     return VerbsSettings(choice, chunk_bytes=16384, ring=4, backend=options.get("backend", "native"))
 
 
+def pieces_of_first_lane(sender: Any) -> int:
+    """Calls that the first lane of a tcp edge makes per version."""
+    from jaxrl_sync.transfer.transports.tcp import PIECE_BYTES
+    from jaxrl_sync.transfer.transports.windows import Direct
+
+    share = sender._lanes.shares[0]
+    return sum(-(-s.nbytes // PIECE_BYTES) if isinstance(s, Direct) else 1 for s in share)
+
+
 class Halt:
     """Makes a send to one engine stop when half of it is with the receiver, say so, and wait for SIGUSR1."""
 
@@ -73,14 +82,14 @@ class Halt:
         self._engine = ""
         self._moved = 0
         self._wrap(ShmSender, "_copy", lambda sender: len(sender._pieces))
-        lane = lambda sender: len(sender._lanes.windows) // len(sender._lanes.connections)  # noqa: E731
-        self._wrap(TcpSender, "_send_chunk", lane)
+        for name in ("_send_piece", "_send_chunk"):
+            self._wrap(TcpSender, name, pieces_of_first_lane)
 
     def _wrap(self, kind: Any, name: str, count: Callable[[Any], int]) -> None:
         """Count the pieces that the link's own thread moves: all of shm, the first lane of tcp."""
         real = getattr(kind, name)
 
-        def piece(sender: Any, *args: Any) -> None:
+        def piece(sender: Any, *args: Any) -> Any:
             if self._engine and threading.current_thread().name.startswith(f"link-{self._engine}."):
                 assert count(sender) > 1, "half of one piece is none"
                 if self._moved == count(sender) // 2:
@@ -88,7 +97,7 @@ class Halt:
                     say(halfway=self._moved)
                     self.go_on.wait()
                 self._moved += 1
-            real(sender, *args)
+            return real(sender, *args)
 
         setattr(kind, name, piece)
 

@@ -219,15 +219,16 @@ def flip_in_shm(monkeypatch: pytest.MonkeyPatch, corrupt: threading.Event) -> No
 
 
 def flip_on_the_wire(monkeypatch: pytest.MonkeyPatch, corrupt: threading.Event) -> None:
-    """A bit of each window changes between two kernels."""
-    real = tcp._receive
+    """One bit arrives otherwise than it was sent."""
+    real = tcp.TcpReceiver.receive
 
-    def receive(connection: Any, views: list[memoryview], deadline: float) -> None:
-        real(connection, views, deadline)
+    def receive(self: tcp.TcpReceiver, views: Any, deadline: float) -> None:
+        real(self, views, deadline)
         if corrupt.is_set():
-            views[0][0] ^= 1
+            view = next(v for v in views.values() if v.size > 4)
+            view.reshape(-1).view("uint8")[3] ^= 1
 
-    monkeypatch.setattr(tcp, "_receive", receive)
+    monkeypatch.setattr(tcp.TcpReceiver, "receive", receive)
 
 
 @pytest.mark.parametrize(("transport", "flip"), [("shm", flip_in_shm), ("tcp", flip_on_the_wire)])

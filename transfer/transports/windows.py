@@ -17,14 +17,18 @@ import numpy.typing as npt
 
 from jaxrl_sync.sharding import Copy, CopyTable
 from jaxrl_sync.sharding.native import flat_bytes
+from jaxrl_sync.sharding.rank_plan import MAX_DIMS
 from jaxrl_sync.transfer.transports.pinned import Table
 
 Key = tuple[int, str]
 Side = Literal["source", "target"]
 Starts = npt.NDArray[np.int64]
 
-DIRECT_RUN_BYTES = 16 << 10
-"""Shorter runs cost more as entries of a system call's vector than a copy through a chunk in the cache."""
+STREAM_RUN_BYTES = 256
+"""Shorter runs (on average) cost more as entries of a system call's vector than a pass through a chunk."""
+
+VIEW_RUN_BYTES = 16 << 10
+"""The same where the vector is made in Python."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,16 +54,58 @@ def windows(copies: Sequence[Copy], limit_bytes: int) -> list[Window]:
     return found
 
 
-class Place:
-    """Where a window lies among the shards of one side: views of long runs, or a copy table."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Direct:
+    """Windows whose runs the kernel's socket calls take from the shards, or put there, in one loop in C."""
 
-    def __init__(self, window: Window, side: Side) -> None:
+    keys: tuple[Key, ...]
+    rows: npt.NDArray[np.int64]
+    nbytes: int
+
+
+def segments(cut: Sequence[Window], side: Side) -> list[Direct | Place]:
+    """What one connection does, in order: as long stretches in C as can be, other windows one by one."""
+    found: list[Direct | Place] = []
+    for direct, group in itertools.groupby(((w, _table(w, side)) for w in cut), lambda x: _is_direct(x[1])):
+        pairs = list(group)
+        if direct:
+            found.append(_joined([table for _, table in pairs], side))
+        else:
+            found += [Place(window, table, side) for window, table in pairs]
+    return found
+
+
+def _table(window: Window, side: Side) -> CopyTable:
+    make = CopyTable.pack if side == "source" else CopyTable.scatter
+    return make(window.copies, window.offset, window.nbytes)
+
+
+def _is_direct(table: CopyTable) -> bool:
+    """Whether the C loop is there and runs are long enough for it."""
+    runs = int(np.prod(np.maximum(1, table.rows[:, 6 : 6 + MAX_DIMS]), axis=1).sum())
+    return table.native and table.total_bytes >= runs * STREAM_RUN_BYTES
+
+
+def _joined(tables: list[CopyTable], side: Side) -> Direct:
+    """One table of many, over all their shards."""
+    column = 0 if side == "source" else 1
+    keys: dict[Key, int] = {}
+    parts = []
+    for table in tables:
+        mine = table.source_keys if side == "source" else table.target_keys
+        rows = table.rows.copy()
+        rows[:, column] = np.array([keys.setdefault(k, len(keys)) for k in mine])[rows[:, column]]
+        parts.append(rows)
+    return Direct(tuple(keys), np.concatenate(parts), sum(t.total_bytes for t in tables))
+
+
+class Place:
+    """Where one window lies among the shards of one side: views of long runs, or a copy table."""
+
+    def __init__(self, window: Window, table: CopyTable, side: Side) -> None:
         self.nbytes = window.nbytes
         self.runs = _runs(window, side)
-        self.table = None
-        if self.runs is None:
-            make = CopyTable.pack if side == "source" else CopyTable.scatter
-            self.table = Table(make(window.copies, window.offset, window.nbytes))
+        self.table = Table(table) if self.runs is None else None
 
     def views(self, shards: Mapping[Key, Any]) -> list[memoryview]:
         """The runs in the shards, in order. Only where ``runs`` is there."""
@@ -87,7 +133,7 @@ def _runs(window: Window, side: Side) -> _Runs | None:
         strides = copy.source_strides if side == "source" else copy.target_strides
         outer, run = _contiguous(copy.shape, strides)
         run_bytes = run * copy.itemsize
-        if run_bytes < min(DIRECT_RUN_BYTES, copy.total_bytes):
+        if run_bytes < min(VIEW_RUN_BYTES, copy.total_bytes):
             return None
         offset = copy.source_offset if side == "source" else copy.target_offset
         starts = _starts(copy.shape[:outer], strides[:outer], offset) * copy.itemsize

@@ -1,0 +1,177 @@
+"""Windows of an edge over a socket: every way to read and write them, partial calls, broken peers."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxrl_sync.sharding import Copy, CopyTable, Edge
+from jaxrl_sync.sharding import kernels as kernels_module
+from jaxrl_sync.transfer import wire
+from jaxrl_sync.transfer.errors import DeadlineError, PeerLost, ProtocolError
+from jaxrl_sync.transfer.placement import Terms, split
+from jaxrl_sync.transfer.transports import tcp
+from jaxrl_sync.transfer.transports.pinned import Pinned, Table
+from jaxrl_sync.transfer.transports.windows import Direct, windows
+
+Pair = tuple[socket.socket, socket.socket]
+
+
+def block(source: str, target: str, shape: tuple[int, ...], order: tuple[int, ...], pad: int) -> Copy:
+    """A block whose axes lie in another order in the source; rows of both shards are padded."""
+    by_source = [0] * len(shape)
+    stride = 1
+    for axis in reversed(order):
+        by_source[axis] = stride
+        stride *= shape[axis]
+    by_target = [0] * len(shape)
+    stride = 1
+    for axis in reversed(range(len(shape))):
+        by_target[axis] = stride
+        stride *= shape[axis] + (pad if axis == len(shape) - 1 else 0)
+    zeros = (0,) * len(shape)
+    return Copy(
+        0, source, 1, target, 2, shape, 0, tuple(by_source), pad, tuple(by_target), 0, zeros, 0, zeros
+    )
+
+
+EDGE = Edge(
+    0,
+    0,
+    (
+        block("rows", "a", (40, 300), (0, 1), 20),
+        block("whole", "b", (64, 512), (0, 1), 0),
+        block("crossed", "c", (48, 80), (1, 0), 3),
+        block("small", "d", (7,), (0,), 0),
+        block("empty", "e", (0, 4), (0, 1), 0),
+        block("deep", "f", (3, 5, 200), (1, 0, 2), 8),
+    ),
+)
+
+
+def shards(seed: int) -> tuple[Pinned, Pinned]:
+    """Source shards with random bits, target shards with zeros."""
+    rng = np.random.default_rng(seed)
+    source = {(0, c.source_path): rng.integers(0, 1 << 16, 40_000, dtype=np.uint16) for c in EDGE.copies}
+    return Pinned(source), Pinned({(1, c.target_path): np.zeros(60_000, np.uint16) for c in EDGE.copies})
+
+
+@pytest.fixture
+def lanes() -> Iterator[list[Pair]]:
+    """Connected sockets with small buffers, so that calls move parts of what they are given."""
+    made = [socket.socketpair() for _ in range(3)]
+    for one in (s for pair in made for s in pair):
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+    yield made
+    for one in (s for pair in made for s in pair):
+        one.close()
+
+
+def ends(lanes: list[Pair], terms: Terms) -> tuple[tcp.TcpSender, tcp.TcpReceiver]:
+    left = [wire.Connection(a, "sender") for a, _ in lanes]
+    right = [wire.Connection(b, "receiver") for _, b in lanes]
+    return tcp.TcpSender(EDGE, left, terms), tcp.TcpReceiver(EDGE, right, terms)
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("border", [0, 512, 4096, 1 << 30])
+@pytest.mark.parametrize("chunk_bytes", [4096, 10_000, 1 << 20])
+def test_every_byte_finds_its_place_by_every_way(
+    lanes: list[Pair], monkeypatch: pytest.MonkeyPatch, native: bool, border: int, chunk_bytes: int
+) -> None:
+    if not native:
+        monkeypatch.setattr(kernels_module, "kernels", lambda: None)
+    monkeypatch.setattr(tcp, "PIECE_BYTES", 5001)
+    sender, receiver = ends(lanes, Terms("tcp", "", border, chunk_bytes))
+    for seed in range(2):
+        source, target = shards(seed)
+        thread = threading.Thread(target=sender.send, args=({"round": "r"}, source, time.monotonic() + 30))
+        thread.start()
+        receiver.expect("r")
+        receiver.receive(target, time.monotonic() + 30)
+        thread.join(30)
+        expected = Pinned({key: np.zeros_like(value) for key, value in target.items()})
+        CopyTable.direct(EDGE.copies).execute(source, expected)
+        assert all(np.array_equal(target[key], expected[key]) for key in expected)
+    direct = any(isinstance(s, Direct) for share in sender._lanes.shares for s in share)
+    if chunk_bytes < 1 << 20:  # one window of all has a transpose in it
+        assert direct == native
+
+
+def test_both_sides_cut_alike_whatever_the_border() -> None:
+    total = sum(c.total_bytes for c in EDGE.copies)
+    for border in (0, 100, 1000, 10_000, 1 << 40):
+        parts = split(EDGE, border)
+        assert parts.placed.total_bytes + parts.staged.total_bytes == total
+        assert parts.mode == {0: "placed", 1 << 40: "staged"}.get(border, "mixed")
+        for part in (parts.placed, parts.staged):
+            cut = windows(part.copies, 4097)
+            assert sum(w.nbytes for w in cut) == part.total_bytes
+            assert all(0 < w.nbytes <= 4097 and w.nbytes % 2 == 0 for w in cut)
+
+
+def test_a_peer_that_closes_in_the_middle_is_named_on_both_sides(lanes: list[Pair]) -> None:
+    sender, receiver = ends(lanes, Terms("tcp", "", 0, 4096))
+    source, target = shards(0)
+    failed: list[BaseException] = []
+
+    def send() -> None:
+        try:
+            sender.send({"round": "r"}, source, time.monotonic() + 30)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    lanes[1][1].recv(100)  # it has begun, and can't end: nobody reads
+    receiver.close()
+    thread.join(30)
+    assert isinstance(failed[0], PeerLost) and "sender" in str(failed[0])
+    receiver.expect("r")
+    with pytest.raises(PeerLost):
+        receiver.receive(target, time.monotonic() + 5)
+
+
+@pytest.mark.parametrize("waits", ["sender", "receiver"])
+def test_a_silent_peer_is_a_deadline(lanes: list[Pair], waits: str) -> None:
+    sender, receiver = ends(lanes, Terms("tcp", "", 0, 4096))
+    source, target = shards(0)
+    with pytest.raises(DeadlineError):
+        if waits == "sender":
+            sender.send({"round": "r"}, source, time.monotonic() + 0.1)
+        else:
+            receiver.receive(target, time.monotonic() + 0.1)
+
+
+def test_a_stream_of_another_length_is_refused(lanes: list[Pair]) -> None:
+    sender, _ = ends(lanes, Terms("tcp", "", 0, 4096))
+    right = [wire.Connection(b, "publisher") for _, b in lanes]
+    receiver = tcp.TcpReceiver(Edge(0, 0, EDGE.copies[:1]), right, Terms("tcp", "", 0, 4096))
+    source, target = shards(0)
+    thread = threading.Thread(target=_refused, args=(receiver, target))
+    thread.start()
+    with pytest.raises(PeerLost):
+        sender.send({"round": "r"}, source, time.monotonic() + 30)
+    thread.join(30)
+    assert not any(v.any() for v in target.values())
+
+
+def _refused(receiver: tcp.TcpReceiver, target: Pinned) -> None:
+    receiver.expect("r")
+    with pytest.raises((ProtocolError, PeerLost)):
+        receiver.receive(target, time.monotonic() + 30)
+
+
+def test_tables_check_again_when_sizes_change() -> None:
+    source, target = shards(0)
+    table = Table(CopyTable.direct(EDGE.copies[:2]))
+    table.run(source, target)
+    short: Any = Pinned({key: value[:10] for key, value in source.items()})
+    with pytest.raises(Exception, match="bytes, the copies need"):
+        table.run(short, target)
