@@ -51,7 +51,7 @@ KERNELS = Extension(
     sources=[
         f"cext/{name}.c"
         for name in (
-            *("kernelsmodule", "copies", "sums", "parallel", "stream"),
+            *("kernelsmodule", "copies", "sums", "summed", "parallel", "stream"),
             *("deltamodule", "delta", "codings", "apply", "ffi_shim"),
             *("placesmodule", "places"),
         )

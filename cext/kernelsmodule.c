@@ -5,6 +5,8 @@
 
 #include "kernels.h"
 
+#include <string.h>
+
 extern PyMethodDef delta_methods[];
 int add_ffi_handlers(PyObject *module);
 
@@ -36,6 +38,28 @@ static int check_index(int64_t index, Py_ssize_t count, const char *what)
     return -1;
 }
 
+/* A gang must end inside the table, and its members' rows must be as many and as long as their leader's.
+ * `end`: where the last gang ends, updated. */
+static int check_gang(const copy_entry *entries, int64_t i, int64_t count, int64_t *end)
+{
+    const copy_entry *e = &entries[i];
+    if (i < *end)
+        return 0;
+    if (e->gang < 1 || e->gang > MAX_GANG || e->gang > count - i) {
+        PyErr_Format(PyExc_ValueError, "entry %lld leads a gang of %lld, expected 1 to %d within %lld entries",
+                     (long long)i, (long long)e->gang, MAX_GANG, (long long)count);
+        return -1;
+    }
+    for (int64_t g = 1; g < e->gang; g++)
+        if (e[g].gang != 0 || e[g].run != e->run || e[g].ndim != e->ndim ||
+            memcmp(e[g].shape, e->shape, sizeof e->shape) != 0) {
+            PyErr_Format(PyExc_ValueError, "entry %lld differs from the leader of its gang", (long long)(i + g));
+            return -1;
+        }
+    *end = i + e->gang;
+    return 0;
+}
+
 static PyObject *copy_table(PyObject *module, PyObject *args)
 {
     (void)module;
@@ -47,9 +71,9 @@ static PyObject *copy_table(PyObject *module, PyObject *args)
     if (check_table(&table, sizeof(copy_entry), &sources, &targets) < 0)
         goto done;
     const copy_entry *entries = table.buf;
-    int64_t count = (int64_t)((size_t)table.len / sizeof(copy_entry));
+    int64_t count = (int64_t)((size_t)table.len / sizeof(copy_entry)), end = 0;
     for (int64_t i = 0; i < count; i++)
-        if (check_dims(entries[i].ndim, 0) < 0 ||
+        if (check_dims(entries[i].ndim, 0) < 0 || check_gang(entries, i, count, &end) < 0 ||
             check_index(entries[i].source, sources.len / (Py_ssize_t)sizeof(uintptr_t), "source") < 0 ||
             check_index(entries[i].target, targets.len / (Py_ssize_t)sizeof(uintptr_t), "target") < 0)
             goto done;
@@ -126,11 +150,45 @@ done:
     return result;
 }
 
+static PyObject *summed_table(PyObject *module, PyObject *args)
+{
+    (void)module;
+    Py_buffer table, sources, targets, sums;
+    int threads, streaming;
+    PyObject *result = NULL;
+    if (!PyArg_ParseTuple(args, "y*y*y*w*ii:summed_table", &table, &sources, &targets, &sums, &threads,
+                          &streaming))
+        return NULL;
+    if (check_table(&table, sizeof(summed_entry), &sources, &targets) < 0)
+        goto done;
+    const summed_entry *entries = table.buf;
+    int64_t count = (int64_t)((size_t)table.len / sizeof(summed_entry));
+    for (int64_t i = 0; i < count; i++)
+        if (check_dims(entries[i].ndim, 1) < 0 ||
+            check_index(entries[i].source, sources.len / (Py_ssize_t)sizeof(uintptr_t), "source") < 0 ||
+            check_index(entries[i].target, targets.len / (Py_ssize_t)sizeof(uintptr_t), "target") < 0 ||
+            check_index(entries[i].group, sums.len / (Py_ssize_t)(2 * sizeof(uint32_t)), "group") < 0)
+            goto done;
+    Py_BEGIN_ALLOW_THREADS
+    run_summed(entries, count, sources.buf, targets.buf, sums.buf, threads, streaming);
+    Py_END_ALLOW_THREADS
+    result = Py_NewRef(Py_None);
+done:
+    PyBuffer_Release(&table);
+    PyBuffer_Release(&sources);
+    PyBuffer_Release(&targets);
+    PyBuffer_Release(&sums);
+    return result;
+}
+
 static PyMethodDef methods[] = {
     {"stream_table", stream_table, METH_VARARGS,
      "stream_table(fd, receive, entries, addresses, skip, limit) -> (bytes, errno): runs to or from a socket."},
     {"copy_table", copy_table, METH_VARARGS,
      "copy_table(entries, source_addresses, target_addresses, threads, streaming): runs all copies."},
+    {"summed_table", summed_table, METH_VARARGS,
+     "summed_table(entries, source_addresses, target_addresses, sums, threads, streaming): copies, and adds keyed "
+     "sums of what it read to uint32 pairs."},
     {"sum_table", sum_table, METH_VARARGS,
      "sum_table(entries, source_addresses, sums, threads): adds keyed sums to uint32 pairs."},
     {NULL, NULL, 0, NULL},

@@ -11,9 +11,7 @@
 #define FAST
 #endif
 
-#define TILE 2048            /* column keys kept at a time: 2 x 8 KiB, within L1 */
-
-FAST static void column_keys(uint32_t *k0, uint32_t *k1, int64_t column, int64_t step, int64_t n)
+FAST void column_keys(uint32_t *k0, uint32_t *k1, int64_t column, int64_t step, int64_t n)
 {
     for (int64_t j = 0; j < n; j++) {
         k0[j] = key(column + j * step, column_seed[0]);
@@ -41,6 +39,27 @@ DEFINE_ROW(row_2, uint16_t, v)
 DEFINE_ROW(row_4, uint32_t, v)
 DEFINE_ROW(row_8, uint64_t, (uint32_t)v + (uint32_t)(v >> 32) * HIGH_WORD)
 
+void sum_contiguous(const char *p, int64_t n, int64_t itemsize, int64_t row, const uint32_t *k0,
+                    const uint32_t *k1, uint32_t total[2])
+{
+    uint32_t out[2];
+    switch (itemsize) {
+    case 1:
+        row_1(p, n, k0, k1, out);
+        break;
+    case 2:
+        row_2(p, n, k0, k1, out);
+        break;
+    case 4:
+        row_4(p, n, k0, k1, out);
+        break;
+    default:
+        row_8(p, n, k0, k1, out);
+    }
+    total[0] += out[0] * key(row, row_seed[0]);
+    total[1] += out[1] * key(row, row_seed[1]);
+}
+
 static uint32_t bits_at(const char *p, int64_t itemsize)
 {
     uint8_t a;
@@ -67,25 +86,11 @@ static void sum_row(const sum_entry *e, const char *p, int64_t n, int64_t row, c
                     const uint32_t *k1, uint32_t out[2])
 {
     int64_t d = e->ndim - 1, stride = e->stride[d], row_step = e->row_stride[d];
+    out[0] = out[1] = 0;
     if (stride == e->itemsize && row_step == 0) {
-        switch (e->itemsize) {
-        case 1:
-            row_1(p, n, k0, k1, out);
-            break;
-        case 2:
-            row_2(p, n, k0, k1, out);
-            break;
-        case 4:
-            row_4(p, n, k0, k1, out);
-            break;
-        default:
-            row_8(p, n, k0, k1, out);
-        }
-        out[0] *= key(row, row_seed[0]);
-        out[1] *= key(row, row_seed[1]);
+        sum_contiguous(p, n, e->itemsize, row, k0, k1, out);
         return;
     }
-    out[0] = out[1] = 0;
     for (int64_t j = 0; j < n; j++) {
         uint32_t b = bits_at(p + j * stride, e->itemsize);
         out[0] += b * k0[j] * key(row + j * row_step, row_seed[0]);
@@ -96,7 +101,7 @@ static void sum_row(const sum_entry *e, const char *p, int64_t n, int64_t row, c
 /* All rows of one tile of the last dimension. Keys are made again only where the row's first column moves. */
 static void sum_tile(const sum_entry *e, const char *base, int64_t j0, int64_t n, uint32_t total[2])
 {
-    uint32_t k0[TILE], k1[TILE], part[2];
+    uint32_t k0[KEY_TILE], k1[KEY_TILE], part[2];
     int64_t last = e->ndim - 1, at[MAX_DIMS] = {0};
     const char *p = base + e->offset + j0 * e->stride[last];
     int64_t row = e->row + j0 * e->row_stride[last], column = e->column + j0 * e->column_stride[last];
@@ -140,8 +145,8 @@ static void sum_one(void *state, int64_t index)
     const char *base = (const char *)job->sources[e->source];
     uint32_t total[2] = {0, 0};
     int64_t n = e->shape[e->ndim - 1];
-    for (int64_t j = 0; j < n; j += TILE)
-        sum_tile(e, base, j, j + TILE < n ? TILE : n - j, total);
+    for (int64_t j = 0; j < n; j += KEY_TILE)
+        sum_tile(e, base, j, j + KEY_TILE < n ? KEY_TILE : n - j, total);
     __atomic_fetch_add(&job->sums[2 * e->group], total[0], __ATOMIC_RELAXED);
     __atomic_fetch_add(&job->sums[2 * e->group + 1], total[1], __ATOMIC_RELAXED);
 }

@@ -11,6 +11,15 @@ def copy_table(
 def stream_table(
     fd: int, receive: bool, entries: Buffer, addresses: Buffer, skip: int, limit: int, /
 ) -> tuple[int, int]: ...
+def summed_table(
+    entries: Buffer,
+    source_addresses: Buffer,
+    target_addresses: Buffer,
+    sums: Buffer,
+    threads: int,
+    streaming: int,
+    /,
+) -> None: ...
 def sum_table(entries: Buffer, source_addresses: Buffer, sums: Buffer, threads: int, /) -> None: ...
 
 # Deltas and their codings (cext/delta.h; formats in docs/payloads.md). Contiguous, aligned buffers; the GIL is

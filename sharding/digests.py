@@ -7,7 +7,10 @@ both sums (the keys are odd). It guards against faults, not against attackers. A
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,7 +32,7 @@ _GOLDEN = 0x9E3779B1
 _SPLIT_ELEMENTS = 1 << 20
 
 # source, group, offset, itemsize, shape, strides (bytes), row, row strides, column, column strides
-_Block = tuple[
+SumBlock = tuple[
     int, int, int, int, tuple[int, ...], tuple[int, ...], int, tuple[int, ...], int, tuple[int, ...]
 ]
 
@@ -43,7 +46,7 @@ def _key(index: npt.NDArray[np.int64], seed: int) -> U32:
     return (x ^ (x >> np.uint32(16))) | np.uint32(1)
 
 
-def _bits(buffer: npt.NDArray[np.uint8], block: _Block) -> U32:
+def _bits(buffer: npt.NDArray[np.uint8], block: SumBlock) -> U32:
     _, _, offset, itemsize, shape, strides, *_ = block
     words = np.ndarray(shape, f"<u{itemsize}", buffer, offset, strides)
     if itemsize < 8:
@@ -60,7 +63,7 @@ def _positions(start: int, strides: tuple[int, ...], shape: tuple[int, ...]) -> 
     return total
 
 
-def _sum_numpy(blocks: Sequence[_Block], buffers: Sequence[npt.NDArray[np.uint8]], sums: U32) -> None:
+def _sum_numpy(blocks: Sequence[SumBlock], buffers: Sequence[npt.NDArray[np.uint8]], sums: U32) -> None:
     with np.errstate(over="ignore"):
         for block in blocks:
             source, group, _, _, shape, _, row, row_strides, column, column_strides = block
@@ -72,19 +75,36 @@ def _sum_numpy(blocks: Sequence[_Block], buffers: Sequence[npt.NDArray[np.uint8]
                 sums[group, k] += np.sum(bits * keys, dtype=np.uint32)
 
 
-def _sum(blocks: list[_Block], buffers: Sequence[Any], groups: int, threads: int) -> U32:
-    sums = np.zeros((groups, 2), np.uint32)
-    flat = [flat_bytes(b) for b in buffers]
-    pieces = [p for b in blocks if math.prod(b[4]) for p in _split(b)]
-    native = kernels()
-    if native is None:
-        _sum_numpy(pieces, flat, sums)
-    else:
-        native.sum_table(_table(pieces), addresses(flat), sums, threads)
-    return sums
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sums:
+    """Blocks of numbered buffers and the paths that their sums belong to: a table made once, summed often."""
+
+    paths: tuple[str, ...]
+    _pieces: tuple[SumBlock, ...]
+    _rows: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, blocks: Sequence[SumBlock], paths: Sequence[str]) -> Sums:
+        """Cuts the blocks for threads; a block's group is the index of its path."""
+        pieces = [p for b in blocks if math.prod(b[4]) for p in _split(b)]
+        return cls(tuple(paths), tuple(pieces), _table(pieces))
+
+    def add(self, buffers: Sequence[npt.NDArray[np.uint8]], sums: U32, threads: int) -> None:
+        """Adds the pair of each path to ``sums`` of shape (paths, 2)."""
+        native = kernels()
+        if native is None:
+            _sum_numpy(self._pieces, buffers, sums)
+        elif self._pieces:
+            native.sum_table(self._rows, addresses(buffers), sums, threads)
+
+    def execute(self, buffers: Sequence[Any], threads: int) -> dict[str, Digest]:
+        """Path -> pair over C-contiguous buffers in order of their numbers."""
+        sums = np.zeros((len(self.paths), 2), np.uint32)
+        self.add([flat_bytes(b) for b in buffers], sums, threads)
+        return {path: (int(a), int(b)) for path, (a, b) in zip(self.paths, sums, strict=True)}
 
 
-def _split(block: _Block) -> list[_Block]:
+def _split(block: SumBlock) -> list[SumBlock]:
     """At most MAX_DIMS axes and about _SPLIT_ELEMENTS per piece, so that threads share the work."""
     source, group, offset, size, shape, strides, row, rows, column, columns = block
     total = math.prod(shape)
@@ -109,7 +129,7 @@ def _split(block: _Block) -> list[_Block]:
     return pieces
 
 
-def _table(blocks: Sequence[_Block]) -> npt.NDArray[np.int64]:
+def _table(blocks: Sequence[SumBlock]) -> npt.NDArray[np.int64]:
     rows = np.zeros((len(blocks), 7 + 4 * MAX_DIMS), np.int64)
     for row, block in zip(rows, blocks, strict=True):
         source, group, offset, itemsize, shape, strides, first, row_strides, column, column_strides = block
@@ -120,7 +140,7 @@ def _table(blocks: Sequence[_Block]) -> npt.NDArray[np.int64]:
     return rows
 
 
-def _box_block(source: int, group: int, itemsize: int, box: Box, shape: tuple[int, ...]) -> _Block:
+def _box_block(source: int, group: int, itemsize: int, box: Box, shape: tuple[int, ...]) -> SumBlock:
     """A row-major buffer of the box of a tensor of this global shape."""
     local = box.shape
     if not local:
@@ -144,7 +164,7 @@ def state_digest(
     is released where the C kernels are built. A shard that the layout lacks or of another size is an error.
     """
     paths = {path: i for i, path in enumerate(dict.fromkeys(path for _, path in sorted(shards)))}
-    blocks, buffers, seen = list[_Block](), list[Any](), set[tuple[str, Box]]()
+    blocks, buffers, seen = list[SumBlock](), list[Any](), set[tuple[str, Box]]()
     for (device, path), array in sorted(shards.items(), key=lambda item: item[0]):
         tensor = layout[path]
         shard = tensor.placement.by_device.get(device)
@@ -159,8 +179,61 @@ def state_digest(
             seen.add((path, shard.box))
             blocks.append(_box_block(len(buffers), paths[path], tensor.itemsize, shard.box, tensor.shape))
             buffers.append(array)
-    sums = _sum(blocks, buffers, len(paths), threads)
-    return {path: (int(sums[i, 0]), int(sums[i, 1])) for path, i in paths.items()}
+    return Sums.of(blocks, tuple(paths)).execute(buffers, threads)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CopySums:
+    """The digest of what copies carry, read from one side; made once per edge, executed for every version."""
+
+    side: str
+    keys: tuple[tuple[int, str], ...]
+    _need: tuple[int, ...]
+    _sums: Sums
+
+    @classmethod
+    def of(cls, copies: Sequence[Copy], side: str) -> CopySums:
+        """``side`` "source": what the sender's shards hold; "target": what the receiver's do."""
+        paths = {path: i for i, path in enumerate(dict.fromkeys(c.target_path for c in copies))}
+        index: dict[tuple[int, str], int] = {}
+        blocks, need = list[SumBlock](), dict[int, int]()
+        for c in copies:
+            if side == "source":
+                key, offset, strides = (c.source_device, c.source_path), c.source_offset, c.source_strides
+            else:
+                key, offset, strides = (c.target_device, c.target_path), c.target_offset, c.target_strides
+            number, size = index.setdefault(key, len(index)), c.itemsize
+            last = offset + sum(max(0, (n - 1) * s) for n, s in zip(c.shape, strides, strict=True))
+            need[number] = max(need.get(number, 0), (last + 1) * size if c.num_elements else 0)
+            blocks.append(
+                (number, paths[c.target_path], offset * size, size, c.shape, tuple(s * size for s in strides),
+                 c.target_row, c.row_strides, c.target_column, c.column_strides)
+            )  # fmt: skip
+        return cls(
+            side, tuple(index), tuple(need[i] for i in range(len(index))), Sums.of(blocks, tuple(paths))
+        )
+
+    def execute(self, buffers: Mapping[tuple[int, str], Any], threads: int = 1) -> dict[str, Digest]:
+        """Target path -> digest. Blocks; releases the GIL where the C kernels are built.
+
+        Buffers as for `CopyTable.execute`; a missing or short one is a `MappingError`.
+        """
+        found = []
+        for key, need in zip(self.keys, self._need, strict=True):
+            if key not in buffers:
+                raise MappingError(f"copies_digest: no {self.side} buffer for {key[1]!r} on device {key[0]}")
+            flat = flat_bytes(buffers[key])
+            if flat.nbytes < need:
+                raise MappingError(
+                    f"copies_digest: {self.side} buffer {key} has {flat.nbytes} bytes, the copies need {need}"
+                )
+            found.append(flat)
+        return self._sums.execute(found, threads)
+
+
+_KEPT = 32
+_kept: collections.OrderedDict[tuple[int, str], tuple[Sequence[Copy], CopySums]] = collections.OrderedDict()
+_kept_lock = threading.Lock()
 
 
 def copies_digest(
@@ -170,25 +243,22 @@ def copies_digest(
 
     ``side`` "source": read from the sender's shards; "target": recounted from the receiver's. Both give the
     same pairs if and (but for chance) only if every element arrived. Buffers as for `CopyTable.execute`.
+    The table of a tuple of copies is made once and kept (of the newest few): pass the same tuple each time.
     """
-    paths = {path: i for i, path in enumerate(dict.fromkeys(c.target_path for c in copies))}
-    index: dict[tuple[int, str], int] = {}
-    blocks = []
-    for c in copies:
-        if side == "source":
-            key, offset, strides = (c.source_device, c.source_path), c.source_offset, c.source_strides
-        else:
-            key, offset, strides = (c.target_device, c.target_path), c.target_offset, c.target_strides
-        if key not in buffers:
-            raise MappingError(f"copies_digest: no {side} buffer for {key[1]!r} on device {key[0]}")
-        source = index.setdefault(key, len(index))
-        size = c.itemsize
-        blocks.append(
-            (source, paths[c.target_path], offset * size, size, c.shape, tuple(s * size for s in strides),
-             c.target_row, c.row_strides, c.target_column, c.column_strides)
-        )  # fmt: skip
-    sums = _sum(blocks, [buffers[key] for key in index], len(paths), threads)
-    return {path: (int(sums[i, 0]), int(sums[i, 1])) for path, i in paths.items()}
+    if not isinstance(copies, tuple):
+        return CopySums.of(copies, side).execute(buffers, threads)
+    name = (id(copies), side)
+    with _kept_lock:
+        held = _kept.get(name)
+        if held is not None:
+            _kept.move_to_end(name)
+    if held is None:  # the entry holds the copies, so no other object can get their id while it is there
+        held = copies, CopySums.of(copies, side)
+        with _kept_lock:
+            _kept[name] = held
+            while len(_kept) > _KEPT:
+                _kept.popitem(last=False)
+    return held[1].execute(buffers, threads)
 
 
 def entry_sums(

@@ -136,12 +136,12 @@ def test_a_corrupt_table_raises_instead_of_crashing() -> None:
     if native is None:
         pytest.skip("the C kernels are not built here")
     pointers = np.zeros(1, np.uint64)
-    row = np.zeros(24, np.int64)
+    row = np.zeros(25, np.int64)
     with pytest.raises(ValueError, match="whole number of rows"):
         native.copy_table(row[:5], pointers, pointers, 1, 0)
-    row[5] = 99
+    row[5], row[6] = 1, 99
     with pytest.raises(ValueError, match="99 dimensions"):
         native.copy_table(row, pointers, pointers, 1, 0)
-    row[5], row[0] = 0, 3
+    row[6], row[0] = 0, 3
     with pytest.raises(ValueError, match="source 3 of 1"):
         native.copy_table(row, pointers, pointers, 1, 0)
