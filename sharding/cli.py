@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from jaxrl_sync.sharding.correspondence import Correspondence
-from jaxrl_sync.sharding.describe import traffic
+from jaxrl_sync.sharding.describe import seconds, traffic
 from jaxrl_sync.sharding.errors import MappingError, UserError
 from jaxrl_sync.sharding.layout import Layout, Placement, TensorLayout
 from jaxrl_sync.sharding.paper import PaperMesh, layout, split_first
@@ -90,6 +90,28 @@ def paper_plan(args: argparse.Namespace) -> Plan:
     return plan(corr.export_layout_of(source), target, corr, topology, Policy(args.receivers))
 
 
+PUBLISHED_S = 1.3
+"""Kimi-K2, bf16 on 256 trainer GPUs to FP8 on 128 inference GPUs, a 400 Gb/s NIC each (arXiv 2510.27656)."""
+
+PUBLISHED_OF_BOUND = (1.18, 2.12)
+"""End-to-end seconds over the bound of the wire, WeightBridge, models from 16 B to 1 T parameters."""
+
+
+def beside_published(made: Plan, itemsize: int) -> str:
+    """The prediction beside what others measured: theirs end to end, this one the wire alone."""
+    predicted, bound = seconds(made)
+    low, high = (factor * bound for factor in PUBLISHED_OF_BOUND)
+    senders, receivers = len(made.source.devices), len(made.target.devices)
+    fp8 = f", {predicted / itemsize:.4g} s if it travelled in FP8" if itemsize > 1 else ""
+    return (
+        "  published beside it (end to end; the prediction is the wire alone):\n"
+        f"    Kimi-K2 from 256 to 128 GPUs in FP8: {PUBLISHED_S} s; this plan from {senders} to {receivers}: "
+        f"{predicted:.4g} s{fp8}\n"
+        "    WeightBridge {} to {} times the bound: ".format(*PUBLISHED_OF_BOUND)
+        + f"that would be {low:.4g} to {high:.4g} s here"
+    )
+
+
 def _replicas(made: Plan, count: int) -> str:
     senders = len(set(made.source.devices.values()))
     receivers = len(set(made.target.devices.values()))
@@ -111,6 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         took = time.perf_counter() - started
         print(f"{args.model}: {model(args.model).num_params / 1e9:.1f} G parameters, planned in {took:.1f} s")
         print(made.report())
+        print(beside_published(made, jnp.dtype(args.dtype).itemsize))
         if args.replicas > 1:
             print(_replicas(made, args.replicas))
         if args.explain:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import time
 
 import pytest
@@ -36,6 +37,27 @@ def test_command_line_prints_report_replicas_and_explanation(capsys: pytest.Capt
     assert "redundancy 1.000" in out
     assert "4 engines of 1 nodes from 2 trainer nodes" in out
     assert "layers/3/qkv: bfloat16[1024, 8, 4, 128], cast" in out
+
+
+def test_command_line_holds_the_prediction_beside_published_numbers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main("--model qwen3-0.6b --source fsdp=16 --target tp=8 --gbit 100".split()) == 0
+    out = capsys.readouterr().out
+    found = re.search(r"predicted (\S+) s, \S+ of the bound (\S+) s", out)
+    assert found is not None
+    predicted, bound = float(found[1]), float(found[2])
+    received = re.search(r"received per node: ([0-9,]+) to", out)
+    assert received is not None  # 8 NICs of 100 Gb/s at the one node that receives
+    assert predicted == pytest.approx(int(received[1].replace(",", "")) / (8 * 100e9 / 8), rel=1e-3)
+    beside = re.search(
+        r"GPUs in FP8: 1.3 s; this plan from 16 to 8: (\S+) s, (\S+) s if it travelled in FP8", out
+    )
+    assert beside is not None and float(beside[1]) == predicted
+    assert float(beside[2]) == pytest.approx(predicted / 2, rel=1e-3)
+    over = re.search(r"1.18 to 2.12 times the bound: that would be (\S+) to (\S+) s", out)
+    assert over is not None
+    assert [float(x) for x in over.groups()] == pytest.approx([1.18 * bound, 2.12 * bound], rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -45,10 +45,24 @@ def test_the_mapper_brings_nothing_but_jax_and_numpy() -> None:
     assert _run("-c", USE).strip() == "alone"
 
 
+EXAMPLE = """
+import runpy, sys
+import jax, numpy, optax, flax.linen, flax.nnx
+jax.numpy.ones(3).sum().block_until_ready()
+before = {m.partition(".")[0] for m in sys.modules} | {"scipy", "opt_einsum", "ml_dtypes", "jaxlib"}
+runpy.run_path(sys.argv[1], run_name="__main__")
+rooms = {m for m in sys.modules if m.startswith("jaxrl_sync.") and not m.startswith("jaxrl_sync.sharding")}
+assert not rooms, rooms
+new = {m.partition(".")[0] for m in sys.modules} - before - set(sys.stdlib_module_names) - {"jaxrl_sync"}
+assert not new, new
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["linen_to_engine", "nnx_trainer"])
-def test_examples_of_the_docs_run(name: str) -> None:
-    assert "every bit as converted" in _run(str(ROOT / "docs" / "examples" / f"{name}.py"))
+def test_examples_of_the_docs_run_and_bring_no_other_room_nor_package(name: str) -> None:
+    out = _run("-c", EXAMPLE, str(ROOT / "docs" / "examples" / f"{name}.py"))
+    assert "every bit as converted" in out
 
 
 def test_importing_the_package_imports_neither_jax_nor_its_own_modules() -> None:
