@@ -77,6 +77,7 @@ class PlacedSend:
             self._flying[endpoint.say(lane, self._tag << 24 | share[lane.pair.token], deadline)] = -1
         while self._flying:
             self._settle(deadline, f"writing the last {len(self._flying)} chunks")
+        endpoint.well()
 
     def _settle(self, deadline: float, what: str) -> list[int]:
         """Places in the arena that are free again."""
@@ -105,6 +106,7 @@ def count_placed(endpoint: Endpoint, tag: int, expected: int, deadline: float) -
             shares[token] = share
     if sum(shares.values()) != expected:
         raise ProtocolError(f"{endpoint.peer} wrote {sum(shares.values())} chunks, expected {expected}")
+    endpoint.well()
 
 
 class RingSend:
@@ -130,6 +132,7 @@ class RingSend:
             self._open_ends[index] = _WRITTEN | _ANSWERED
         while self._open_ends:
             self._settle(deadline, len(sizes))
+        endpoint.well()
 
     def _settle(self, deadline: float, total: int) -> None:
         """Take completions; a chunk is over when both its ends are."""
@@ -172,6 +175,7 @@ def take_chunks(
             take(index, ring.place(index, sizes[index]))
             missing.remove(index)
             endpoint.say(endpoint.lane(int(record["token"])), imm, deadline)
+    endpoint.well()
 
 
 def value_of(imm: int, tag: int, peer: str) -> int:

@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxrl_sync.transfer.errors import DeadlineError, PeerLost, ProtocolError
-from jaxrl_sync.transfer.verbs.errors import RETRY_EXCEEDED, CompletionError, completion_error
+from jaxrl_sync.transfer.verbs.errors import CompletionError, completion_error
 from jaxrl_sync.transfer.verbs.handshake import PROTOCOL, Remote, check_common, remote_of
+from jaxrl_sync.transfer.verbs.health import HEALTH
 from jaxrl_sync.transfer.verbs.native import backend
 from jaxrl_sync.transfer.verbs.opened import Registered
 from jaxrl_sync.transfer.verbs.rail import Lane, Rail, Rows, calls, close_all, pick
@@ -29,6 +30,7 @@ from jaxrl_sync.transfer.verbs.settings import VerbsSettings
 
 logger = logging.getLogger("jaxrl_sync.transfer")
 WATCH_S = 0.25
+PORT_STATUSES = {2, 12, 19, 20}  # local operation, retries, fatal, timeout: not of keys, lengths or programs
 SPIN_S = 20e-6
 TURN_S = 0.002  # with several rails each is slept on in turn
 PAGE_BYTES = 4096
@@ -250,7 +252,9 @@ class Endpoint:
         detail = rail.trouble(self._by_token[int(record["token"])])
         if status == FLUSHED and not detail:
             detail = "the queue pair was already in error"
-        gone = "" if status == RETRY_EXCEEDED else self._peer_gone()
+        gone = self._peer_gone()
+        if not gone and status in PORT_STATUSES:
+            HEALTH.failed(rail.chosen.port.name)
         return completion_error(
             status,
             bool(gone),
@@ -263,6 +267,11 @@ class Endpoint:
             vendor_err=int(record["vendor_err"]),
             detail="; ".join(words for words in (detail, gone) if words),
         )
+
+    def well(self) -> None:
+        """A round went well over every rail."""
+        for rail in self.rails:
+            HEALTH.well(rail.chosen.port.name)
 
     def _peer_gone(self) -> str:
         """Why the peer is lost, if it is: of a process that dies, memory may go before its connections do."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import mmap
 import secrets
@@ -18,6 +19,7 @@ from jaxrl_sync.transfer.verbs import counters
 from jaxrl_sync.transfer.verbs.devices import Chosen, Port, choose, rails, scan
 from jaxrl_sync.transfer.verbs.errors import PortDown, VerbsError
 from jaxrl_sync.transfer.verbs.handshake import MTU_BYTES, Remote
+from jaxrl_sync.transfer.verbs.health import HEALTH
 from jaxrl_sync.transfer.verbs.opened import OpenDevice, Registered, open_device
 from jaxrl_sync.transfer.verbs.settings import VerbsSettings
 
@@ -32,9 +34,17 @@ Rows = npt.NDArray[np.uint64]
 def pick(settings: VerbsSettings) -> list[Chosen]:
     """The ports and GIDs of an endpoint, one per rail. VerbsError that says why there are too few.
 
-    PortDown where more ports would do if they were ACTIVE.
+    PortDown where more ports would do if they were ACTIVE. Ports that failed lately come last.
     """
     ports = scan()
+    paused = HEALTH.paused()
+    if paused:
+        include = tuple(name for name in settings.choice.include if name not in paused)
+        healthy = [port for port in ports if port.name not in paused]
+        if include or not settings.choice.include:
+            choice = dataclasses.replace(settings.choice, include=include)
+            with contextlib.suppress(VerbsError):  # a port that failed lately is better than none
+                return _pick(healthy, dataclasses.replace(settings, choice=choice))
     try:
         return _pick(ports, settings)
     except VerbsError as error:
