@@ -1,8 +1,10 @@
 """A Tunix-style GRPO trainer with NNX state: actor and rollout are roles on meshes of their own.
 
 After every step ``sync_weights`` carries the state of the actor into the layout of the rollout, by
-`jaxrl_sync.sharding`. The shape is that of Tunix (a cluster of roles, a learner with a train loop); the sync is
-the only part that is not ordinary JAX: it takes the place of a table of name patterns. With eight devices:
+`jaxrl_sync.sharding`. The shape is that of Tunix (a cluster of roles, a learner with a train loop); the sync
+is the only part that is not ordinary JAX: it takes the place of a table of name patterns.
+
+With eight virtual devices: XLA_FLAGS=--xla_force_host_platform_device_count=8 python nnx_trainer.py
 """
 
 from __future__ import annotations
