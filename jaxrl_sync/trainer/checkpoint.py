@@ -1,8 +1,9 @@
 """Checkpoints: state, optimizer, random key and data cursor of one committed version, through orbax.
 
 A checkpoint is a folder named by its version number; it appears by rename once complete, and what lacks a
-part is not seen. Arrays are stored under their paths, so that they restore onto any mesh and any number
-of processes. Whoever restores continues in a new lineage, whose parent is the checkpoint's version.
+part is not seen. Training goes on while it is written: ``save`` returns once nothing that a later update
+donates is needed any more. Arrays are stored under their paths, so that they restore onto any mesh and any
+number of processes. Whoever restores continues in a new lineage, whose parent is the checkpoint's version.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from jaxrl_sync.sharding.errors import UserError
@@ -22,6 +24,7 @@ from jaxrl_sync.trainer.state import TrainState
 from jaxrl_sync.transfer.version import Version
 
 FORMAT = 1
+WRITE_TIMEOUT_S = 300
 
 
 class CheckpointError(UserError, RuntimeError):
@@ -64,13 +67,17 @@ def flatten(tree: Any) -> dict[str, Any]:
 class Checkpoints:
     """The last ``keep`` checkpoints in ``folder``. Owns orbax's manager: ``close()`` or ``with``.
 
-    ``save`` and ``restore`` are collective over the processes of the world and block until done.
+    ``save``, ``wait`` and ``restore`` are collective over the processes of the world. One checkpoint is
+    written at a time.
     """
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
         self.folder = folder.absolute()
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, enable_async_checkpointing=False, create=True
+            max_to_keep=keep,
+            enable_async_checkpointing=True,
+            create=True,
+            async_options=ocp.AsyncOptions(timeout_secs=WRITE_TIMEOUT_S),
         )
         handlers = {
             "state": ocp.StandardCheckpointHandler(),
@@ -80,7 +87,8 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
     def newest(self) -> int | None:
-        """Number of the newest complete checkpoint, or None."""
+        """Number of the newest complete checkpoint, or None; waits for one that is being written."""
+        self.wait()
         complete = [n for n in self._manager.all_steps() if self._complete(n)]
         return max(complete, default=None)
 
@@ -89,8 +97,15 @@ class Checkpoints:
         return (folder / "state").is_dir() and (folder / "meta").is_dir()
 
     def save(self, state: TrainState, meta: Meta, reference: Tree | None = None) -> None:
-        """Write one checkpoint and drop the oldest beyond ``keep``; nobody may donate the state meanwhile."""
-        items = {"state": ocp.args.StandardSave(flatten(state)), "meta": ocp.args.JsonSave(meta.to_json())}
+        """Begin to write one checkpoint, and drop the oldest beyond ``keep`` once it is complete.
+
+        Waits for the one before it, raising what that failed with, and until the state may be donated.
+        """
+        self.wait()
+        items = {
+            "state": ocp.args.StandardSave(flatten(_lasting(state))),
+            "meta": ocp.args.JsonSave(meta.to_json()),
+        }
         if reference is not None:
             items["reference"] = ocp.args.StandardSave(flatten(reference))
         number = meta.version.number
@@ -99,7 +114,13 @@ class Checkpoints:
                 f"checkpoint {number} was not written: {self.folder} has "
                 f"{sorted(self._manager.all_steps())}, expected only earlier ones"
             )
-        self._manager.wait_until_finished()
+
+    def wait(self) -> None:
+        """Until what is being written is complete. ``CheckpointError`` if that failed."""
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:  # whatever the thread that writes has met
+            raise CheckpointError(f"{self.folder}: a checkpoint was not written: {error}") from error
 
     def meta(self, number: int | None = None) -> Meta:
         """What checkpoint ``number`` (default: the newest) says of itself; else ``CheckpointError``."""
@@ -138,6 +159,7 @@ class Checkpoints:
 
         All ranks of the world meet in ``barrier``, so that none still sees what rank 0 removes.
         """
+        self.wait()
         for later in [n for n in self._manager.all_steps() if n > number]:
             if jax.process_index() == 0:
                 shutil.rmtree(self.folder / str(later), ignore_errors=True)
@@ -145,11 +167,27 @@ class Checkpoints:
         self._manager.reload()
 
     def close(self) -> None:
-        """Wait for what is being written and let go of the folder; idempotent."""
-        self._manager.close()
+        """Wait for what is being written, raising ``CheckpointError`` if it failed; idempotent."""
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
 
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or jax.process_count() == 1:  # after a failure the peers may never complete theirs
+            self.close()
+
+
+def _lasting(state: TrainState) -> TrainState:
+    """``state`` in buffers that no update donates while they are written.
+
+    From an accelerator the arrays are copied to the host before ``save`` returns; on CPU the host's arrays
+    are the state's own buffers, hence a copy.
+    """
+    if jax.default_backend() != "cpu":
+        return state
+    copied: TrainState = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(state)
+    return jax.block_until_ready(copied)

@@ -323,7 +323,7 @@ class Loop:
         return t1 - t0
 
     def save(self) -> float:
-        """Write a checkpoint of the committed version with its cursor; seconds."""
+        """Begin a checkpoint of the committed version with its cursor; seconds that this thread was kept."""
         if self._checkpoints is None:
             return 0.0
         t0 = time.time()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,46 @@ def test_a_checkpoint_of_a_4x1_mesh_restores_bit_for_bit_on_2x2(tmp_path: Path) 
     assert same_bits(saved, (found, again)) and same_bits(saved[0], alone)
     for leaf, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(target), strict=True):
         assert leaf.sharding == wanted.sharding and leaf.committed
+
+
+def test_updates_that_donate_the_state_go_on_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, state = build(trainer_config(1, 2, 2))
+    batch = packed(samples(6))
+    accumulator, fields = step.zeros(), micros(step, batch)
+    go_on, rename = threading.Event(), os.rename
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        monkeypatch.setattr(os, "rename", lambda *args, **more: go_on.wait(60) and rename(*args, **more))
+        state, accumulator, _ = step.update(state, accumulator, fields, batch.num_valid_tokens)
+        saved = host(state)
+        checkpoints.save(state, _meta(1))
+        for _ in range(3):
+            state, accumulator, _ = step.update(state, accumulator, fields, batch.num_valid_tokens)
+        assert not (tmp_path / "c" / "1").exists(), "it appears when it is complete"
+        go_on.set()
+        assert checkpoints.newest() == 1
+        found, meta, _ = checkpoints.restore(_target(2, 2))
+    assert meta == _meta(1) and same_bits(saved, found) and not same_bits(saved, state)
+
+
+def test_a_checkpoint_that_could_not_be_written_is_an_error_of_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **more: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    _, state = build(trainer_config(1, 2, 2))
+    checkpoints = Checkpoints(tmp_path / "c")
+    monkeypatch.setattr(os, "rename", full)
+    checkpoints.save(state, _meta(1))
+    with pytest.raises(CheckpointError, match="a checkpoint was not written: .*No space left on device"):
+        checkpoints.wait()
+    monkeypatch.undo()
+    assert checkpoints.newest() is None
+    checkpoints.save(state, _meta(2))
+    checkpoints.close()
+    assert [p.name for p in (tmp_path / "c").iterdir() if p.name.isdigit()] == ["2"]
 
 
 @pytest.mark.slow
