@@ -294,10 +294,12 @@ class Loop:
         return False
 
     def _leave(self) -> None:
-        """Tell ranks that wait for this one that it drains, and save what is committed."""
+        """Tell ranks that wait for this one that it drains, and see what is committed saved."""
         self._world.say({"stop": True})
         if self.meta.version.number > max(self._saved, 0):
             self.save()
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
 
     def advance(self, frame: BatchFrame, waited_s: float) -> Ack:
         """Train on one batch, publish the version, save it where asked; the acknowledgement."""
