@@ -327,4 +327,5 @@ def _answer(report: SwapReport, prepared: Prepared | None) -> dict[str, Any]:
         "payload": prepared.payload if prepared else "none",
         "coding": prepared.coding if prepared else "",
         "density": prepared.density if prepared else 0.0,
+        "moved": dict(prepared.moved) if prepared else {},
     }

@@ -23,7 +23,7 @@ from jaxrl_sync.transfer.payload.shadow import Applied, Shadow
 from jaxrl_sync.transfer.placement import FULL, Terms
 from jaxrl_sync.transfer.receiving import Offer, Prepared
 from jaxrl_sync.transfer.slots import Slot
-from jaxrl_sync.transfer.transports.base import remaining
+from jaxrl_sync.transfer.transports.base import Moved, remaining
 from jaxrl_sync.transfer.transports.shm import ShmReceiver
 from jaxrl_sync.transfer.transports.tcp import TcpReceiver
 from jaxrl_sync.transfer.transports.verbs import VerbsReceiver, has_port
@@ -65,6 +65,7 @@ class Brought:
     nbytes: int
     applied: Applied | None = None
     apply_s: float = 0.0
+    moved: Moved = dataclasses.field(default_factory=dict)
 
 
 class Inbound:
@@ -244,7 +245,8 @@ class Inbound:
         if done.get("version") != version_json(offer.version):
             raise ProtocolError(f"{self.peer} sent version {done.get('version')}, expected {offer.version}")
         self.unconfirmed = False
-        self.brought = Brought(FULL, self.edge.total_bytes)
+        moved = {**_moved(done.get("moved")), **self._receiver.moved}
+        self.brought = Brought(FULL, self.edge.total_bytes, moved=moved)
         if data is not None:
             self._apply(data, slot, serving, offer.version)
 
@@ -360,6 +362,13 @@ class Inbound:
             receiver.close()
 
 
+def _moved(told: object) -> Moved:
+    """What the sender says that it did; nothing where it says nonsense."""
+    if not isinstance(told, dict) or len(told) > 8:
+        return {}
+    return {str(k)[:16]: v for k, v in told.items() if type(v) is int and v >= 0}
+
+
 def prepared_by(version: Version, links: list[Inbound], wire_s: float, verify_s: float) -> Prepared:
     """The report of a round over these links, all of which brought their edge; ``prepare_s`` is 0."""
     brought = [link.brought for link in links]
@@ -377,6 +386,7 @@ def prepared_by(version: Version, links: list[Inbound], wire_s: float, verify_s:
         "+".join(sorted({b.payload for b in brought})) or FULL,
         ", ".join(sorted(names)),
         density,
+        {k: sum(b.moved.get(k, 0) for b in brought) for k in sorted({k for b in brought for k in b.moved})},
     )
 
 

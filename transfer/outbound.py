@@ -266,7 +266,8 @@ class Outbound:
         start = time.monotonic()
         self._sender.send(ready, sources, deadline)
         wire_s = time.monotonic() - start
-        self._say({"kind": "done", "round": round_id, "version": version_json(version)})
+        done = {"kind": "done", "round": round_id, "version": version_json(version)}
+        self._say({**done, "moved": self._sender.moved})
         digests = copies_digest(self._edge.copies, sources, "source", config.threads) if config.verify else {}
         self._say({"kind": "sums", "round": round_id, "digests": digests})
         if self._use_of_chain is not None:

@@ -6,6 +6,7 @@ Pure: ``(state, event) -> state``. No I/O, no clock; the subscriber is the shell
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 from jaxrl_sync.transfer.errors import TransferError
@@ -37,7 +38,8 @@ class Prepared:
     """What a prepare did: bytes that arrived at this rank, seconds by phase, the transports used.
 
     ``payload`` is full, frame or both joined by "+"; of frames, ``coding`` names the codings and ``density``
-    is the share of elements that changed (1 for a full copy).
+    is the share of elements that changed (1 for a full copy). ``moved``: bytes by how they moved, see
+    `transports.base.Moved`.
     """
 
     version: Version
@@ -49,6 +51,7 @@ class Prepared:
     payload: str = "full"
     coding: str = ""
     density: float = 1.0
+    moved: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass

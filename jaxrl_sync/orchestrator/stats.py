@@ -257,6 +257,7 @@ def _sync(swaps: list[Swap]) -> dict[str, Any]:
                 "payload": s.payload,
                 "coding": s.coding,
                 "density": s.density,
+                "moved": dict(s.moved),
             }
             for s in swaps
         ],

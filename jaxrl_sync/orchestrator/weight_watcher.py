@@ -51,6 +51,7 @@ class Directory(Protocol):
 class Swap:
     """One engine took one version. ``pause_s`` is how long its decoding stood still.
 
+    ``moved`` has bytes by how they moved (`jaxrl_sync.transfer.transports.base.Moved`).
     ``density`` is the share of the weights that changed where ``payload`` is a frame, ``coding`` names how it
     was written.
     """
@@ -67,6 +68,7 @@ class Swap:
     payload: str = "full"
     coding: str = ""
     density: float = 1.0
+    moved: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 class WeightWatcher:
@@ -268,6 +270,7 @@ def _swap_row(engine: str, number: int, answer: dict[str, Any], began: float) ->
         payload=str(answer.get("payload") or ""),
         coding=str(answer.get("coding") or ""),
         density=float(answer.get("density") or 0.0),
+        moved={str(k): int(v) for k, v in (answer.get("moved") or {}).items()},
     )
 
 

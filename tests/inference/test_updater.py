@@ -139,6 +139,7 @@ def test_the_first_version_is_taken_by_itself_and_later_ones_wait_for_approval(r
         "payload": "full",
         "coding": "",
         "density": 1.0,
+        "moved": {},
     }
     assert rig.engine.trees == [4, 5] and ("swap", 5) in rig.rows
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,9 @@ def test_every_version_arrives_bit_for_bit_while_training_donates(rig: Rig, tran
 
 
 def test_auto_takes_shm_where_memory_is_shared_and_tcp_where_it_is_not(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "jaxrl_sync.transfer")
     params = trainer_params()
     publisher = rig.publisher(params)
     publisher.publish(params, Version("a", 0))
@@ -75,6 +77,10 @@ def test_auto_takes_shm_where_memory_is_shared_and_tcp_where_it_is_not(
     second = hidden.poll(10)
     assert second is not None and second.prepare().transport == "tcp"
     assert same_bits(second.swap(), convert(params))
+    for end in ("to x.0", "from trainer.0"):
+        assert f"edge {end}: shm (its nonce in " in caplog.text
+    for end in ("to y.0", "from trainer.0"):
+        assert re.search(f"edge {end}: tcp \\(shared memory .* can't be opened here", caplog.text)
 
 
 @pytest.mark.invariant(29)

@@ -18,14 +18,23 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from jaxrl_sync.sharding.native import kernels
+
 Shards = Mapping[tuple[int, str], npt.NDArray[np.generic]]
 """(device, path) -> one shard; `transports.pinned.Pinned` where shards stay in place between rounds."""
+
+
+Moved = dict[str, int]
+"""Bytes of one full version by how they moved. Sender: ``copied`` from shards into the slot, ``packed`` into
+chunks, ``direct`` from the shards by the socket calls themselves. Receiver: ``read`` into the slot by the
+socket calls, ``scattered`` into it from chunks. ``numpy``: those of them for which no C kernel was there."""
 
 
 class Sender(Protocol):
     """The publisher's end of one edge."""
 
     name: str
+    moved: Moved
 
     def send(self, ready: dict[str, Any], sources: Shards, deadline: float) -> None:
         """Move the edge's bytes from ``sources`` to where ``ready`` says; blocks until ours is done.
@@ -41,6 +50,7 @@ class Receiver(Protocol):
     """The subscriber's end of one edge."""
 
     name: str
+    moved: Moved
 
     def ready(self, slot: Any) -> dict[str, Any]:
         """What the sender must know to write this slot."""
@@ -51,6 +61,11 @@ class Receiver(Protocol):
 
     def close(self) -> None:
         """Close lanes; idempotent. Nothing arrives through this edge afterwards."""
+
+
+def counted(moved: Moved) -> Moved:
+    """With ``numpy`` where the C kernels are missing."""
+    return moved if kernels() is not None else {**moved, "numpy": sum(moved.values())}
 
 
 def remaining(deadline: float) -> float:

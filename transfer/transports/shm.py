@@ -9,7 +9,7 @@ from typing import Any
 from jaxrl_sync.sharding import Copy, CopyTable, Edge, SlotLayout
 from jaxrl_sync.transfer.errors import DeadlineError, TransferError
 from jaxrl_sync.transfer.memory import ForeignMemory
-from jaxrl_sync.transfer.transports.base import Shards
+from jaxrl_sync.transfer.transports.base import Moved, Shards, counted
 from jaxrl_sync.transfer.transports.pinned import Pinned, Table
 
 PIECES = 4
@@ -23,6 +23,7 @@ class ShmSender:
 
     def __init__(self, edge: Edge, slot: SlotLayout, run_id: str, threads: int) -> None:
         self._pieces = [Table(CopyTable.direct(copies)) for copies in _pieces(edge.copies)]
+        self.moved = counted({"copied": edge.total_bytes})
         self._slot = slot
         self._run_id = run_id
         self._threads = threads
@@ -88,6 +89,9 @@ class ShmReceiver:
     """The sender writes the slot; here is nothing to receive."""
 
     name = "shm"
+
+    def __init__(self) -> None:
+        self.moved: Moved = {}
 
     def ready(self, slot: Any) -> dict[str, Any]:
         """The segment of the slot."""

@@ -23,7 +23,7 @@ from jaxrl_sync.sharding import Edge
 from jaxrl_sync.sharding.native import kernels
 from jaxrl_sync.transfer.errors import DeadlineError, PeerLost, ProtocolError
 from jaxrl_sync.transfer.placement import Terms, split
-from jaxrl_sync.transfer.transports.base import Shards, remaining
+from jaxrl_sync.transfer.transports.base import Moved, Shards, counted, remaining
 from jaxrl_sync.transfer.transports.pinned import Pinned, pinned_stream
 from jaxrl_sync.transfer.transports.windows import Direct, Place, Side, segments, windows
 from jaxrl_sync.transfer.wire import Connection
@@ -57,6 +57,12 @@ class _Lanes:
             connection.sock.setblocking(True)
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
+
+    def moved(self, straight: str, staged: str) -> Moved:
+        """Bytes that the socket calls take or put in place, and those that go through a chunk."""
+        parts = [s for share in self.shares for s in share]
+        chunks = sum(s.nbytes for s in parts if isinstance(s, Place) and s.table is not None)
+        return counted({straight: sum(s.nbytes for s in parts) - chunks, staged: chunks})
 
     def run(self, work: Callable[[int], None]) -> None:
         """``work(lane)``, lanes side by side; the first error of any lane is raised.
@@ -130,6 +136,7 @@ class TcpSender:
 
     def __init__(self, edge: Edge, lanes: Sequence[Connection], terms: Terms) -> None:
         self._lanes = _Lanes(lanes, edge, terms, "source")
+        self.moved = self._lanes.moved("direct", "packed")
 
     def send(self, ready: dict[str, Any], sources: Shards, deadline: float) -> None:
         """Send every window; returns when the kernel has taken all of them."""
@@ -183,6 +190,7 @@ class TcpReceiver:
 
     def __init__(self, edge: Edge, lanes: Sequence[Connection], terms: Terms) -> None:
         self._lanes = _Lanes(lanes, edge, terms, "target")
+        self.moved = self._lanes.moved("read", "scattered")
         self._round = ""
 
     def ready(self, slot: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any
 from jaxrl_sync.sharding import CopyTable, Edge, SlotLayout
 from jaxrl_sync.transfer.errors import PeerLost, ProtocolError, TransferError
 from jaxrl_sync.transfer.slots import Slot
-from jaxrl_sync.transfer.transports.base import Shards
+from jaxrl_sync.transfer.transports.base import Shards, counted
 from jaxrl_sync.transfer.transports.placing import choose_placement, chunks, count_chunks
 from jaxrl_sync.transfer.transports.rounds import (
     PlacedSend,
@@ -90,6 +90,7 @@ class VerbsSender:
         """Open devices, connect to what the receiver described. VerbsError, ProtocolError, TransferError."""
         offer = check_offer(other)
         self._placed = offer["placement"] == "placed"
+        self.moved = counted({"packed": edge.total_bytes})
         if settings.placement not in ("auto", offer["placement"]):
             raise TransferError(
                 f"{connection.peer} asks for a {offer['placement']} edge ({offer.get('reason')}), but "
@@ -179,6 +180,7 @@ class VerbsReceiver:
         self._settings = settings
         placement, why = choose_placement(edge, settings)
         self._placed = placement == "placed"
+        self.moved = counted({} if self._placed else {"scattered": edge.total_bytes})
         self._windows = [] if self._placed else CopyTable.scatter(edge.copies).windows(settings.chunk_bytes)
         self._count = count_chunks(edge, settings.chunk_bytes) if self._placed else len(self._windows)
         check_count(self._count)

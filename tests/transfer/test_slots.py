@@ -1,0 +1,70 @@
+"""What is made once per slot: memory, arrays, mappings; what a version costs then, counted and named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxrl_sync.sharding import Edge, SlotLayout
+from jaxrl_sync.sharding.native import kernels
+from jaxrl_sync.transfer import Version
+from jaxrl_sync.transfer.errors import TransferError
+from jaxrl_sync.transfer.memory import SharedMemory
+from jaxrl_sync.transfer.transports.shm import ShmSender
+from tests.transfer.models import Rig, convert, same_bits, segments, take, trainer_params
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_slots_arrays_and_mappings_are_made_once_and_nothing_is_compiled_again(
+    rig: Rig, token_file: Path, transport: str
+) -> None:
+    publisher = rig.publisher(trainer_params(), transport)
+    subscriber = rig.subscriber(transport=transport)
+    decode: Any = jax.jit(lambda t: sum(jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(t)))
+    trees, names, mapped = [], set(), set()
+    for number in range(6):
+        params = trainer_params(seed=number)
+        publisher.publish(params, Version("a", number))
+        trees.append(take(subscriber)[1])
+        assert same_bits(trees[-1], convert(params))
+        decode(trees[-1]).block_until_ready()
+        names.add(tuple(segments(token_file)))
+        (link,) = publisher._links.values()
+        if transport == "shm":
+            mapped |= {id(memory) for memory, _ in link._sender._open.values()}  # type: ignore[union-attr]
+    assert decode._cache_size() == 1
+    assert all(trees[i] is trees[i - 2] for i in range(2, 6)) and trees[0] is not trees[1]
+    assert len(names) == 1 and len(mapped) == (2 if transport == "shm" else 0)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_report_counts_how_each_byte_moved(rig: Rig, transport: str) -> None:
+    publisher = rig.publisher(trainer_params(), transport)
+    publisher.publish(trainer_params(), Version("a", 0))
+    update = rig.subscriber(transport=transport).poll(15)
+    assert update is not None
+    report = update.prepare()
+    moved = dict(report.moved)
+    assert moved.pop("numpy", 0) == (0 if kernels() is not None else sum(moved.values()))
+    if transport == "shm":
+        assert moved == {"copied": report.nbytes}  # one copy in all, by the sender
+    else:
+        assert moved["direct"] + moved["packed"] == moved["read"] + moved["scattered"] == report.nbytes
+
+
+def test_a_slot_of_another_size_is_refused_with_both_sizes() -> None:
+    layout = SlotLayout((), 8192, {})
+    sender = ShmSender(Edge(0, 0, ()), layout, "slotstest", 1)
+    memory = SharedMemory("slotstest", 4096)
+    try:
+        with pytest.raises(TransferError, match="of 4096 bytes, expected 8192"):
+            sender.map(memory.describe())
+        with pytest.raises(TransferError, match="has 8192 bytes .*, expected 12288"):  # header and slot
+            sender.map({**memory.describe(), "nbytes": 8192})
+    finally:
+        sender.close()
+        memory.close()
