@@ -11,6 +11,17 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 README = HERE.parent / "README.md"
+TRANSPORTS = {
+    "memcpy": "2-thread memcpy inside one process",
+    "shm": "**jaxrl_sync, shm**, resharded",
+    "ray": "Ray object store",
+    "nixl-cma": "NIXL, UCX with CMA",
+    "stream": "raw stream over 2 sockets",
+    "tcp": "**jaxrl_sync, tcp**, resharded",
+    "nixl-tcp": "NIXL, UCX over tcp",
+    "mooncake-tcp": "Mooncake, tcp",
+    "jax-transfer": "`jax.experimental.transfer`",
+}
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 
 
@@ -33,7 +44,30 @@ def replaced(text: str, content: str) -> str:
 
 
 def table(folder: Path) -> str:
-    """The Markdown table; without rows one sentence that says so."""
+    """All tables, one after the other."""
+    return runs(folder) + transports(folder)
+
+
+def transports(folder: Path) -> str:
+    """How fast W1 reaches another process: the newest row at full size, nothing without one."""
+    path = folder / "transports" / "rows.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = [row for row in rows if row["scale"] == 1.0]
+    if not rows:
+        return ""
+    row = rows[-1]
+    lines = ["", "| 1.5 GB of weights to another process | ms | GB/s |", "| --- | --- | --- |"]
+    for name, label in TRANSPORTS.items():
+        if name in row["seconds"]:
+            seconds = statistics.median(row["seconds"][name])
+            lines.append(f"| {label} | {seconds * 1e3:.0f} | {row['bytes'] / seconds / 1e9:.1f} |")
+    return (
+        "\n".join([*lines, "", f"Commit {row['commit']}, 2 CPU cores, medians of {row['repeats']}."]) + "\n"
+    )
+
+
+def runs(folder: Path) -> str:
+    """Asynchronous beside synchronous training; without rows one sentence that says so."""
     path = folder / "async_vs_sync" / "rows.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     if not rows:
