@@ -23,7 +23,7 @@ from tests.verbs.zygote import Order, Zygote, moved, receive, send, slot_of
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(1500)]
 BOUND_S = 20.0  # 0.5 s of retries and 0.25 s of looking, in an emulated guest on a busy machine
-SHAPE = {"piece": 200_000, "runs": 10}
+PIECE, RUNS = 200_000, 10
 OPTIONS: dict[str, Any] = {"chunk_bytes": 65536, "ring": 4}
 SEED = os.environ.get("JAXRL_SYNC_TEST_SEED", "0")
 
@@ -63,12 +63,14 @@ def take_in(zygote: Zygote, theirs: Order, seed: int) -> None:
 def test_a_sender_killed_at_any_point(zygote: Zygote, placement: str) -> None:
     """Ten points: the receiver's error comes within the bound, names the peer, and nothing is left open."""
     options = {**OPTIONS, "placement": placement}
-    posts = -(-SHAPE["piece"] * SHAPE["runs"] // OPTIONS["chunk_bytes"])
+    posts = -(-PIECE * RUNS // OPTIONS["chunk_bytes"])
     points = sorted(random.Random(SEED + placement).sample(range(1, posts + 1), 10))
     before = quiet(zygote)
     for at in points:
-        order = Order("send", zygote.port, DEVICES[0], **SHAPE, seed=at, act="kill", at=at, options=options)
-        theirs = Order("receive", 0, DEVICES[1], **SHAPE, options=options)
+        order = Order(
+            "send", zygote.port, DEVICES[0], PIECE, RUNS, seed=at, act="kill", at=at, options=options
+        )
+        theirs = Order("receive", 0, DEVICES[1], PIECE, RUNS, options=options)
         slot = slot_of(order)
         pid, connection = zygote.start(order)
         started = time.monotonic()
@@ -87,8 +89,8 @@ def test_a_receiver_killed_at_any_point(zygote: Zygote, placement: str) -> None:
     options = {**OPTIONS, "placement": placement}
     before = quiet(zygote)
     for at in sorted(random.Random(SEED + placement).sample(range(1, 31), 5)):
-        order = Order("receive", zygote.port, DEVICES[1], **SHAPE, seed=at, options=options)
-        ours = Order("send", 0, DEVICES[0], **SHAPE, seed=at, at=at, options=options)
+        order = Order("receive", zygote.port, DEVICES[1], PIECE, RUNS, seed=at, options=options)
+        ours = Order("send", 0, DEVICES[0], PIECE, RUNS, seed=at, at=at, options=options)
         pid, connection = zygote.start(order)
         killed: list[float] = []
 
@@ -106,13 +108,13 @@ def test_a_receiver_killed_at_any_point(zygote: Zygote, placement: str) -> None:
 def test_a_sender_stopped_in_mid_write_can_never_change_the_slot_again(zygote: Zygote) -> None:
     """Its round expires, another sender fills the same memory under the same key, then it wakes up."""
     options = {**OPTIONS, "placement": "placed"}
-    order = Order("send", zygote.port, DEVICES[0], **SHAPE, seed=1, act="stop", at=7, options=options)
-    theirs = Order("receive", 0, DEVICES[1], **SHAPE, options=options)
+    order = Order("send", zygote.port, DEVICES[0], PIECE, RUNS, seed=1, act="stop", at=7, options=options)
+    theirs = Order("receive", 0, DEVICES[1], PIECE, RUNS, options=options)
     slot = slot_of(order)
     pid, connection = zygote.start(order)
     with pytest.raises(DeadlineError, match=f"waiting for .* queue pairs to end with child {pid}"):
         receive(theirs, connection, slot, 3.0)
-    next_one = Order("send", zygote.port, DEVICES[0], **SHAPE, seed=2, options=options)
+    next_one = Order("send", zygote.port, DEVICES[0], PIECE, RUNS, seed=2, options=options)
     _, other = zygote.start(next_one)
     receive(theirs, other, slot, LONG_S)
     assert zygote.expect("done")["outcome"] == "ok"

@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> Iterator[dict[str, str]]:
     soft_devices()
     auth.create_token(tmp_path / "token")
     saved = {path.replace("/", "|"): np.asarray(x) for path, x in leaves_by_path(trainer_params(7)).items()}
-    np.savez(tmp_path / "params.npz", **saved)
+    np.savez(tmp_path / "params.npz", allow_pickle=False, **saved)
     stop, ready, urls = threading.Event(), threading.Event(), list[str]()
 
     def announce(url: str) -> None:
