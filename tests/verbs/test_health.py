@@ -15,6 +15,7 @@ from jaxrl_sync.transfer.verbs.settings import VerbsSettings
 class Clock:
     def __init__(self) -> None:
         self.now = 100.0
+        self.health = Health(self)
 
     def __call__(self) -> float:
         return self.now
@@ -27,7 +28,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     gid = Gid(1, bytes(10) + b"\xff\xff" + bytes([10, 0, 0, 1]), "RoCE v2", "eth0")
     ports = [Port(f"mlx5_{i}", 1, "ACTIVE", "Ethernet", 100.0, 0, -1, (gid,)) for i in range(3)]
     monkeypatch.setattr(rail, "scan", lambda: ports)
-    monkeypatch.setattr(rail, "HEALTH", Health(made))
+    monkeypatch.setattr(rail, "HEALTH", made.health)
     yield made
 
 
@@ -58,7 +59,7 @@ def test_a_burst_counts_once_and_every_further_failure_doubles_the_pause() -> No
 
 def test_edges_avoid_a_port_that_failed_until_its_pause_is_over(clock: Clock) -> None:
     assert names(VerbsSettings()) == ["mlx5_0"]
-    rail.HEALTH.failed("mlx5_0:1")
+    clock.health.failed("mlx5_0:1")
     assert names(VerbsSettings()) == ["mlx5_1"]
     assert names(VerbsSettings(rails=2)) == ["mlx5_1", "mlx5_2"]
     assert names(VerbsSettings(rails=3)) == ["mlx5_0", "mlx5_1", "mlx5_2"], "better than none"
@@ -68,7 +69,7 @@ def test_edges_avoid_a_port_that_failed_until_its_pause_is_over(clock: Clock) ->
 
 def test_named_ports_keep_their_order_and_a_lone_one_its_place(clock: Clock) -> None:
     both = Choice(include=("mlx5_2:1", "mlx5_0:1"))
-    rail.HEALTH.failed("mlx5_2:1")
+    clock.health.failed("mlx5_2:1")
     assert names(VerbsSettings(choice=both)) == ["mlx5_0"]
     assert names(VerbsSettings(choice=both, rails=2)) == ["mlx5_2", "mlx5_0"]
     assert names(VerbsSettings(choice=Choice(include=("mlx5_2",)))) == ["mlx5_2"]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxrl_sync.transfer.verbs import rail
+from jaxrl_sync.transfer.verbs.devices import scan
 from jaxrl_sync.transfer.verbs.endpoint import touched
 from jaxrl_sync.transfer.verbs.handshake import remote_of
 from tests.transfer.models import open_fds, until
@@ -86,7 +87,7 @@ def test_all_sizes_at_random_offsets(small: int, around: int, large: int) -> Non
 def test_connect_transfer_close_keeps_memory_flat(cycles: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Descriptors and the kernel's objects as before, resident memory within 4 MiB."""
     soft_devices()
-    ports = rail.scan()
+    ports = scan()
     monkeypatch.setattr(
         rail, "scan", lambda: ports
     )  # thousands of files in sysfs: slow where they are emulated

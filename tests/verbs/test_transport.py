@@ -520,7 +520,7 @@ def test_a_port_that_is_down_for_a_while_is_tried_again(
     token_file: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a link that has been; at the start a port that is down is an error at once."""
-    ports = rail.scan()
+    ports = [made_up_port("fake0", 1), made_up_port("fake1", 2)]
     down = [dataclasses.replace(port, state="DOWN") for port in ports]
     made = Rig(token_file)
     try:
