@@ -68,7 +68,7 @@ class Counts(ctypes.Structure):
 
 
 class Fake:
-    """The loaded library. ``knobs`` are live; ``set`` clears them all and sets some."""
+    """The loaded library. ``knobs`` are live; ``set`` clears them all and sets some, under its lock."""
 
     def __init__(self, path: str) -> None:
         library = ctypes.CDLL(path)
@@ -78,10 +78,7 @@ class Fake:
 
     def set(self, **knobs: int) -> None:
         """All faults off but these."""
-        ctypes.memset(ctypes.byref(self.knobs), 0, ctypes.sizeof(self.knobs))
-        self.counts.executed = self.counts.registrations = self.counts.events = 0
-        for name, value in knobs.items():
-            setattr(self.knobs, name, value)
+        self._library.fake_set(ctypes.byref(Knobs(**knobs)), 0)
 
     def alive(self) -> dict[str, int]:
         """How many of each object exist, and completion events not acknowledged."""

@@ -119,6 +119,12 @@ int fake_async_of(uint32_t qp_num, int type, uint32_t object)
     return rc;
 }
 
+/* For tests: other faults, from one moment to the next. `keep` leaves the counts of what was done as they are. */
+void fake_set(const struct fake_knobs *knobs, int keep)
+{
+    LOCKED(fake_knobs = *knobs; if (!keep) fake_counts.executed = fake_counts.registrations = fake_counts.events = 0);
+}
+
 /* For tests: the process behind a queue pair is gone. */
 int fake_kill(uint32_t qp_num)
 {
