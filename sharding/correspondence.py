@@ -167,16 +167,19 @@ class Correspondence:
 
         return export_layout(self, source)
 
-    def export(self, params: Any) -> dict[str, Any]:
+    def export(self, params: Any, into: dict[str, Any] | None = None) -> dict[str, Any]:
         """The exported leaves of real parameters, by name: what the plan's source layout describes.
 
         Cast once, computed leaves evaluated, all sharded on the source mesh, in one jitted program that every
         process of the source must call. The results are fresh buffers, also where nothing is cast: the caller
         may donate ``params`` as soon as they are ready (``jax.block_until_ready``). Does not block.
+
+        ``into``: what an earlier export returned. Its arrays are given up and the results lie in their
+        memory, except where a host view of it is still alive: that one keeps its memory and its bits.
         """
         from jaxrl_sync.sharding.exporting import export
 
-        return export(self, params)
+        return export(self, params, into)
 
     @functools.cached_property
     def _export_cache(self) -> dict[Any, Any]:

@@ -82,7 +82,7 @@ def _spread(leaf: Leaf, base: Placement) -> Placement:
     return Placement(leaf.shape, tuple(made))
 
 
-def export(corr: Correspondence, params: Any) -> dict[str, Any]:
+def export(corr: Correspondence, params: Any, into: dict[str, Any] | None = None) -> dict[str, Any]:
     """See `Correspondence.export`."""
     arrays = leaves_by_path(params, "export")
     for path, (shape, dtype) in corr.params.items():
@@ -96,10 +96,11 @@ def export(corr: Correspondence, params: Any) -> dict[str, Any]:
     exported: dict[str, Any] = {}
     for names, used in _groups(corr, arrays):
         inputs = {p: arrays[p] for p in used}
-        key = (names, tuple(a.sharding for a in inputs.values()))
+        old = {name: into[name] for name in names} if into is not None else {}
+        key = (names, tuple(a.sharding for a in inputs.values()), bool(old))
         if key not in corr._export_cache:
             corr._export_cache[key] = _compiled(corr, names, inputs)
-        exported.update(corr._export_cache[key](inputs))
+        exported.update(corr._export_cache[key](inputs, old))
     return {leaf.name: exported[leaf.name] for leaf in corr.exported}
 
 
@@ -122,7 +123,7 @@ def _groups(corr: Correspondence, arrays: dict[str, Any]) -> list[tuple[tuple[st
 
 def _compiled(
     corr: Correspondence, names: tuple[str, ...], inputs: dict[str, Any]
-) -> Callable[[dict[str, Any]], dict[str, Any]]:
+) -> Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]:
     leaves = {leaf.name: leaf for leaf in corr.exported if leaf.name in set(names)}
     computed = [leaf for leaf in leaves.values() if leaf.kind == "computed"]
     if computed and corr.program is None:
@@ -132,7 +133,7 @@ def _compiled(
         )
     shapes = {path: shape for path, (shape, _) in corr.params.items()}
 
-    def build(given: dict[str, Any]) -> dict[str, Any]:
+    def build(given: dict[str, Any], _: dict[str, Any]) -> dict[str, Any]:
         nodes = _evaluate(corr, computed, given) if computed else {}
         result = {}
         for name, leaf in leaves.items():
@@ -143,7 +144,7 @@ def _compiled(
         return result
 
     out = {name: _out_sharding(leaf, shapes, inputs) for name, leaf in leaves.items()}
-    return jax.jit(build, out_shardings=out)
+    return jax.jit(build, out_shardings=out, donate_argnums=1, keep_unused=True)
 
 
 def _evaluate(corr: Correspondence, computed: list[Leaf], given: dict[str, Any]) -> dict[str, Any]:

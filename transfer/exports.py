@@ -16,6 +16,7 @@ from jaxrl_sync.transfer.transports.pinned import Pinned
 from jaxrl_sync.transfer.version import Version
 
 Shards = Pinned
+Exported = dict[str, jax.Array]
 
 
 @functools.lru_cache(maxsize=8)
@@ -23,9 +24,12 @@ def _copier(shardings: tuple[Any, ...]) -> Any:
     return jax.jit(lambda xs: [jnp.copy(x) for x in xs], out_shardings=list(shardings))
 
 
-def export(correspondence: Correspondence, tree: Any) -> dict[str, jax.Array]:
-    """The exported leaves in fresh buffers; blocks until they are computed, then ``tree`` may be donated."""
-    exported: dict[str, jax.Array] = correspondence.export(tree)
+def export(correspondence: Correspondence, tree: Any, into: Exported | None = None) -> Exported:
+    """The exported leaves in buffers of their own; blocks until they are computed: ``tree`` may be donated.
+
+    ``into``: an older export whose buffers are taken over, except those that a transfer still reads.
+    """
+    exported: Exported = correspondence.export(tree, into)
     jax.block_until_ready(exported)
     return exported
 
@@ -65,14 +69,17 @@ class Held:
     """One version's buffers: per kind of export, or a snapshot from which an export can still be made."""
 
     version: Version
-    exports: dict[str, dict[str, jax.Array]]
+    exports: dict[str, Exported]
     tree: Any = None
+    retired: bool = False
     _shards: dict[str, Shards] = dataclasses.field(default_factory=dict)
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def shards(self, kind: str, correspondence: Correspondence) -> Shards | None:
         """The shards of one kind of export, made from the snapshot if need be; None if that can't be."""
         with self._lock:
+            if self.retired:
+                return None
             if kind not in self._shards:
                 if kind not in self.exports:
                     if self.tree is None:
@@ -80,3 +87,11 @@ class Held:
                     self.exports[kind] = export(correspondence, self.tree)
                 self._shards[kind] = shards_of(self.exports[kind])
             return self._shards[kind]
+
+    def retire(self) -> dict[str, Exported]:
+        """No transfer begins from this version any more; its exports, for a later one to take over."""
+        with self._lock:
+            self.retired = True
+            self._shards.clear()
+            exports, self.exports, self.tree = self.exports, {}, None
+        return exports

@@ -33,7 +33,7 @@ from jaxrl_sync.transfer.errors import (
     ResourceError,
     TransferError,
 )
-from jaxrl_sync.transfer.exports import Held, export, export_kind, snapshot
+from jaxrl_sync.transfer.exports import Exported, Held, export, export_kind, snapshot
 from jaxrl_sync.transfer.exports import Shards as SourceShards
 from jaxrl_sync.transfer.hub.client import HubClient, HubRefused
 from jaxrl_sync.transfer.hub.state import version_json
@@ -101,6 +101,7 @@ class Publisher:
         self._pairings: dict[tuple[str, str], Pairing] = {}
         self._kinds: dict[str, Correspondence] = {}
         self._held: list[Held] = []
+        self._spare: dict[str, Exported] = {}
         self._tickets: list[Ticket] = []
         self._published_at: dict[Version, float] = {}
         self._links: dict[str, Outbound] = {}
@@ -168,18 +169,22 @@ class Publisher:
             self._checked = True
         with self._lock:
             kinds = dict(self._kinds)
-        exports = {kind: export(correspondence, tree) for kind, correspondence in kinds.items()}
+        spare, self._spare = self._spare, {}
+        exports = {kind: export(c, tree, spare.get(kind)) for kind, c in kinds.items()}
         held = Held(version, exports, None if kinds else snapshot(tree))
         export_s = time.monotonic() - start
         with self._lock:
             ranks = sorted({link.key for link in self._links.values()})
             ticket = Ticket(version, ranks, export_s)
-            self._held = [*self._held, held][-self.config.keep_versions :]
+            all_held = [*self._held, held]
+            self._held = all_held[-self.config.keep_versions :]
             self._tickets = [*self._tickets, ticket][-KEPT_TICKETS:]
             self._published_at = {h.version: self._published_at.get(h.version, start) for h in self._held}
             self._last = version
             self._stats.published += 1
             self._stats.export_s += export_s
+        for old in all_held[: -self.config.keep_versions]:
+            self._spare = old.retire()
         self._announcing.put(ticket)
         with self._lock:
             self._stats.last_stall_s = time.monotonic() - start
@@ -290,9 +295,11 @@ class Publisher:
         with self._lock:
             held = next((h for h in self._held if h.version == version), None)
             newest = self._last
-        if held is None:
+        shards = None
+        if held is not None:
+            shards = held.shards(export_kind(pairing.correspondence), pairing.correspondence)
+        if held is None or held.retired:
             return f"version {version} was superseded, the newest here is {newest}"
-        shards = held.shards(export_kind(pairing.correspondence), pairing.correspondence)
         if shards is None:
             return f"version {version} was exported before this layout was known; the next one will do"
         return shards
@@ -423,6 +430,7 @@ class Publisher:
             thread.join(5.0)
         with self._lock:
             self._held = []
+            self._spare = {}
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until every connected engine has taken or lost the newest version; False when time ran out."""

@@ -68,3 +68,26 @@ def test_a_slot_of_another_size_is_refused_with_both_sizes() -> None:
     finally:
         sender.close()
         memory.close()
+
+
+def test_exports_lie_in_the_same_buffers_again_unless_a_transfer_still_reads_them(rig: Rig) -> None:
+    publisher, subscriber = rig.publisher(trainer_params()), rig.subscriber()
+
+    def publish(number: int) -> tuple[set[int], Any]:
+        publisher.publish(trainer_params(seed=number), Version("a", number))
+        (held,) = publisher._held
+        arrays = [x for kind in held.exports.values() for x in kind.values()]
+        return {s.data.unsafe_buffer_pointer() for x in arrays for s in x.addressable_shards}, held
+
+    places = []
+    for number in range(6):
+        places.append(publish(number)[0])
+        assert same_bits(take(subscriber)[1], convert(trainer_params(seed=number)))
+    assert places[5] == places[3] and places[4] == places[2] and places[4] != places[5]
+    (kind,) = publisher._kinds
+    _, held = publish(6)
+    read = held.shards(kind, publisher._kinds[kind])
+    before = {key: value.copy() for key, value in read.items()}
+    for number in (7, 8):
+        publish(number)
+    assert all((read[key].view("uint8") == before[key].view("uint8")).all() for key in read)
