@@ -114,7 +114,7 @@ class CopyTable:
         that of the whole edge. A missing, short or read-only buffer is a `MappingError` before anything is
         written.
         """
-        source = _resolve(self.source_keys, sources, self._source_extent, "source")
+        source = self.resolve_sources(sources)
         target = _resolve(self.target_keys, targets, self._target_extent, "target")
         for key, buffer in zip(self.target_keys, target, strict=True):
             if not buffer.flags.writeable:
@@ -167,7 +167,21 @@ class CopyTable:
         threads: int = 1,
     ) -> None:
         """The same in numpy; buffers in order of `source_keys` and `target_keys`."""
-        numpy_copies.execute(self._specs, source, target, threads)
+        self.copy_into(source, self.numpy_targets(target), threads)
+
+    def numpy_targets(self, target: Sequence[Bytes]) -> list[npt.NDArray[Any]]:
+        """The view of each copy's target, for `copy_into`."""
+        return [to.view(target) for to, _ in self._specs]
+
+    def copy_into(
+        self, source: Sequence[Bytes], targets: Sequence[npt.NDArray[Any]], threads: int = 1
+    ) -> None:
+        """`execute_numpy` with target views that were made once."""
+        numpy_copies.execute(self._specs, source, targets, threads)
+
+    def resolve_sources(self, sources: Any) -> list[Bytes]:
+        """The source buffers as flat bytes, in order of `source_keys`; `MappingError` if one is missing."""
+        return _resolve(self.source_keys, sources, self._source_extent, "source")
 
     @functools.cached_property
     def _specs(self) -> list[numpy_copies.Spec]:

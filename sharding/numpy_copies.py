@@ -67,9 +67,14 @@ def _spec(b: Block) -> Spec:
     )
 
 
-def execute(specs: Sequence[Spec], source: Sequence[Bytes], target: Sequence[Bytes], threads: int) -> None:
-    """Runs all copies on ``threads`` threads; numpy gives up the GIL while it copies. Blocks."""
-    left = iter(specs)
+def execute(
+    specs: Sequence[Spec], source: Sequence[Bytes], targets: Sequence[npt.NDArray[Any]], threads: int
+) -> None:
+    """Runs all copies on ``threads`` threads; numpy gives up the GIL while it copies. Blocks.
+
+    ``source``: the buffers by number; ``targets``: the view of each copy's target, in order.
+    """
+    left = zip(specs, targets, strict=True)
     lock = threading.Lock()
     errors: list[BaseException] = []
 
@@ -80,8 +85,8 @@ def execute(specs: Sequence[Spec], source: Sequence[Bytes], target: Sequence[Byt
                     some = list(itertools.islice(left, 4))
                 if not some:
                     return
-                for to, of in some:
-                    np.copyto(to.view(target), of.view(source))
+                for (_, of), to in some:
+                    np.copyto(to, of.view(source))
         except BaseException as error:
             errors.append(error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import mmap
 from typing import Any
@@ -30,10 +31,10 @@ class Pool:
         self.views: dict[Key, Any] = {}
         for process in sorted(set(plan.target.devices.values())):
             slot = SlotLayout.of(plan.target, process)
-            memory = np.frombuffer(mmap.mmap(-1, slot.total_bytes), np.uint8)
-            memory[:: mmap.PAGESIZE] = 0  # first touch is far slower than any later copy
+            memory = touched_memory(slot.total_bytes)
             self.views.update(slot.views(memory))
         self.checked: dict[Any, tuple[int, ...]] = {}
+        self.reads: dict[Any, tuple[tuple[int, int], ...]] = {}
         self._table: CopyTable | None = None
         self._fanout: CopyTable | None = None
         self._plan = plan
@@ -54,6 +55,12 @@ class Pool:
     def addresses(self) -> npt.NDArray[np.uint64]:
         """Where the target shards lie, in order of the table's target keys."""
         return addresses([flat_bytes(self.views[k]) for k in self.table(self._plan).target_keys])
+
+    @functools.cached_property
+    def numpy_targets(self) -> list[npt.NDArray[Any]]:
+        """The strided views that the table writes without the C kernels, in order of its copies."""
+        table = self.table(self._plan)
+        return table.numpy_targets([flat_bytes(self.views[k]) for k in table.target_keys])
 
     @functools.cached_property
     def source_places(self) -> dict[str, list[tuple[int, int]]]:
@@ -78,6 +85,11 @@ class Pool:
         self.table(plan)
         return self._fanout
 
+    @property
+    def aliased(self) -> bool:
+        """Whether `arrays` can be made before their memory is filled: its shards exist and alias it."""
+        return self._aliased and self._shards is not None
+
     def arrays(self) -> dict[str, Any]:
         """Path -> global array over the pool's memory: new array objects over shards that are made once.
 
@@ -88,6 +100,17 @@ class Pool:
         if self._shards is None or not self._aliased:
             self._shards = shards_over(self._plan.target, self.views)
         return global_arrays(self._plan.target, self._shards, self.shardings)
+
+
+def touched_memory(size: int) -> npt.NDArray[np.uint8]:
+    """Private memory in huge pages where the kernel has them, touched: that is slower than any copy."""
+    held = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them says EINVAL
+            held.madvise(mmap.MADV_HUGEPAGE)
+    memory = np.frombuffer(held, np.uint8)
+    memory[:: mmap.PAGESIZE] = 0
+    return memory
 
 
 def target_shardings(plan: Plan, target: Any = None) -> dict[Placement, Any]:

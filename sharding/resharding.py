@@ -7,7 +7,9 @@ the bytes stay on devices; see `device_path`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import concurrent.futures
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -68,17 +70,17 @@ def source_addresses(arrays: dict[str, Any], plan: Plan, pool: Pool) -> npt.NDAr
     Like `source_views` without making an array per shard. The caller keeps ``arrays`` alive meanwhile.
     """
     jax.block_until_ready(list(arrays.values()))
-    where = np.zeros(len(pool.table(plan).source_keys), np.uint64)
+    where = [0] * len(pool.table(plan).source_keys)
     for name, places in pool.source_places.items():
         array = arrays[name]
         key = (name, array.sharding, array.shape, array.dtype)
-        devices = pool.checked.get(key)
-        if devices is None:
-            devices = pool.checked[key] = _devices(name, array, plan)
-        order = {device: i for i, device in enumerate(devices)}
-        for device, place in places:
-            where[place] = array.addressable_data(order[device]).unsafe_buffer_pointer()
-    return where
+        reads = pool.reads.get(key)
+        if reads is None:
+            order = {device: i for i, device in enumerate(_devices(name, array, plan))}
+            reads = pool.reads[key] = tuple((order[device], place) for device, place in places)
+        for i, place in reads:
+            where[place] = array.addressable_data(i).unsafe_buffer_pointer()
+    return np.array(where, np.uint64)
 
 
 def _devices_of(arrays: dict[str, Any]) -> set[Any]:
@@ -159,11 +161,14 @@ def reshard(
     if chosen == "device":
         return nested(_by_device(params, arrays, plan, out, donate))
     pool = out if isinstance(out, Pool) else lender(plan).take()
-    _copy(arrays, plan, pool, threads)
+    made = _copy_and_make(arrays, plan, pool, threads) if out is not None else None
+    if made is None:
+        _copy(arrays, plan, pool, threads)()
+        made = lender(plan).lend(pool)
     if donate:
         for array in (*arrays.values(), *jax.tree.leaves(params)):
             array.delete()
-    return nested(pool.arrays() if out is not None else lender(plan).lend(pool))
+    return nested(made)
 
 
 def _pool_path(pool: Pool | DevicePool, asked: str | None) -> str:
@@ -173,15 +178,44 @@ def _pool_path(pool: Pool | DevicePool, asked: str | None) -> str:
     return own
 
 
-def _copy(arrays: dict[str, Any], plan: Plan, pool: Pool, threads: int) -> None:
-    """The host path: one table of strided copies, then the one inside nodes."""
-    if pool.table(plan).native and all(d.platform == "cpu" for d in _devices_of(arrays)):
-        where = source_addresses(arrays, plan, pool)
-        pool.table(plan).execute_at(where, pool.addresses, threads)
+def _copy_and_make(arrays: dict[str, Any], plan: Plan, pool: Pool, threads: int) -> dict[str, Any]:
+    """Fills the pool and makes the arrays over it: at the same time, once their shards are there.
+
+    Making them is all Python, and copying needs none of it.
+    """
+    copy = _copy(arrays, plan, pool, threads)
+    if not pool.aliased:
+        copy()
+        return pool.arrays()
+    with concurrent.futures.ThreadPoolExecutor(1) as helper:
+        copying = helper.submit(copy)
+        made = pool.arrays()
+        copying.result()
+    return made
+
+
+def _copy(arrays: dict[str, Any], plan: Plan, pool: Pool, threads: int) -> Callable[[], None]:
+    """The host path, ready to run: one table of strided copies, then the one inside nodes."""
+    table, inside = pool.table(plan), pool.fanout(plan)
+    if table.native and all(d.platform == "cpu" for d in _devices_of(arrays)):
+        run = functools.partial(
+            table.execute_at, source_addresses(arrays, plan, pool), pool.addresses, threads
+        )
     else:
-        pool.table(plan).execute(source_views(arrays, plan, pool.checked), pool.views, threads)
-    if (inside := pool.fanout(plan)) is not None:
-        inside.execute(pool.views, pool.views, threads)
+        views = source_views(arrays, plan, pool.checked)
+        if table.native:
+            run = functools.partial(table.execute, views, pool.views, threads)
+        else:
+            run = functools.partial(
+                table.copy_into, table.resolve_sources(views), pool.numpy_targets, threads
+            )
+
+    def copy() -> None:
+        run()
+        if inside is not None:
+            inside.execute(pool.views, pool.views, threads)
+
+    return copy
 
 
 def _by_device(
