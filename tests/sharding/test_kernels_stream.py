@@ -78,7 +78,7 @@ def test_tables_that_point_outside_are_refused() -> None:
     table = CopyTable.pack(COPIES[:1])
     at = np.zeros(1, np.uint64)
     wrong, deep = table.rows.copy(), table.rows.copy()
-    wrong[0, 0], deep[0, 5] = 7, 100
+    wrong[0, 0], deep[0, -3 * native.MAX_DIMS - 1] = 7, 100
     for rows, skip, limit in ((wrong, 0, 10), (deep, 0, 10), (table.rows, -1, 10), (table.rows, 0, -1)):
         with pytest.raises(ValueError, match="at least 0|buffer 7 of 1|100 dimensions"):
             native.stream_table(0, False, rows, at, skip, limit)

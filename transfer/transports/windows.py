@@ -82,7 +82,8 @@ def _table(window: Window, side: Side) -> CopyTable:
 
 def _is_direct(table: CopyTable) -> bool:
     """Whether the C loop is there and runs are long enough for it."""
-    runs = int(np.prod(np.maximum(1, table.rows[:, 6 : 6 + MAX_DIMS]), axis=1).sum())
+    first = table.rows.shape[1] - 3 * MAX_DIMS  # shape, source strides, target strides close a row
+    runs = int(np.prod(np.maximum(1, table.rows[:, first : first + MAX_DIMS]), axis=1).sum())
     return table.native and table.total_bytes >= runs * STREAM_RUN_BYTES
 
 
