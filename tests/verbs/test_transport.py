@@ -553,3 +553,19 @@ def test_a_description_of_another_link_layer_is_refused(token_file: Path) -> Non
             a.connect(described)
     finally:
         a.close()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_an_engine_that_closes_in_mid_transfer_gets_a_named_error(
+    token_file: Path, fake: Fake, placement: Any
+) -> None:
+    """Another thread closes the subscriber under a prepare: a TransferError there, nothing left open."""
+    made = Rig(token_file, theirs=settings("fake1", placement=placement))
+    made.take(0, 0)
+    fake.set(hold=1)
+    timer = threading.Timer(0.3, made.subscriber.close)
+    timer.start()
+    made.fail(1)
+    timer.join()
+    fake.set()
+    made.close()

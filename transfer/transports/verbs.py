@@ -214,8 +214,7 @@ class VerbsReceiver:
         """A slot on every rail: registered the first time, for all edges that write it."""
         regions = []
         for rail in self._endpoint.rails:
-            assert rail.device is not None
-            regions.append(rail.device.register_slot(slot.memory, self._settings.max_region_bytes))
+            regions.append(rail.open_device().register_slot(slot.memory, self._settings.max_region_bytes))
         return Memory(slot.memory.data, regions)
 
     def describe(self) -> dict[str, Any]:

@@ -175,7 +175,7 @@ class Endpoint:
         while done < total:
             done += lane.pair.write(part, rows, *where, start=done, imm=imm)
             if done < total:
-                self.rails[lane.rail].cq.wait(TURN_S)
+                self.rails[lane.rail].queue.wait(TURN_S)
                 self._collect()
                 if time.monotonic() > deadline:
                     raise DeadlineError(
@@ -218,13 +218,13 @@ class Endpoint:
     def _sleep(self, limit_s: float) -> None:
         """Until something completes, on one rail or, for a moment each, on all in turn."""
         self._turn = (self._turn + 1) % len(self.rails)
-        self.rails[self._turn].cq.wait(limit_s if len(self.rails) == 1 else min(limit_s, TURN_S), SPIN_S)
+        self.rails[self._turn].queue.wait(limit_s if len(self.rails) == 1 else min(limit_s, TURN_S), SPIN_S)
 
     def _collect(self) -> bool:
         """Take what has completed; whether there was anything. CompletionError."""
         before = len(self._held)
         for rail in self.rails:
-            found = self._records[: rail.cq.poll(self._records)]
+            found = self._records[: rail.queue.poll(self._records)]
             if not len(found):
                 continue
             for record in found[found["status"] != SUCCESS]:

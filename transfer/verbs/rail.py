@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import mmap
 import secrets
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jaxrl_sync.transfer.errors import ProtocolError
+from jaxrl_sync.transfer.errors import PeerLost, ProtocolError
 from jaxrl_sync.transfer.verbs import counters
 from jaxrl_sync.transfer.verbs.devices import Chosen, Port, choose, rails, scan
 from jaxrl_sync.transfer.verbs.errors import PortDown, VerbsError
@@ -93,6 +94,7 @@ class Rail:
         self.chosen, self.index, self._settings, self._peer = chosen, index, settings, peer
         self._regions: list[Registered] = []
         self._opened_at = time.monotonic()
+        self._closing = threading.Lock()
         self.lanes: list[Lane] = []
         self.cq: Any = None
         self.device: OpenDevice | None = open_device(settings.backend, chosen.port.device)
@@ -127,11 +129,25 @@ class Rail:
             pair.to_init(self.chosen.port.number, self.chosen.pkey_index)
             pair.receive(receives)
 
+    @property
+    def queue(self) -> Any:
+        """The completion queue. PeerLost once the rail was closed, perhaps by another thread."""
+        queue = self.cq
+        if queue is None:
+            raise PeerLost(f"the edge to {self._peer} over {self.chosen.port.name} was closed on this side")
+        return queue
+
+    def open_device(self) -> OpenDevice:
+        """The device. PeerLost once the rail was closed."""
+        device = self.device
+        if device is None:
+            raise PeerLost(f"the edge to {self._peer} over {self.chosen.port.name} was closed on this side")
+        return device
+
     def register(self, memory: memoryview | mmap.mmap, *, remote_write: bool) -> Registered:
         """Memory of this edge alone, registered until ``close``. VerbsError."""
-        assert self.device is not None
         part = self._settings.max_region_bytes
-        made = Registered(self.device.borrow(), memoryview(memory), part, remote_write=remote_write)
+        made = Registered(self.open_device().borrow(), memoryview(memory), part, remote_write=remote_write)
         self._regions.append(made)
         return made
 
@@ -243,18 +259,23 @@ class Rail:
         end = time.monotonic() + CLOSE_S
         while True:
             try:
-                return self._close_now()
+                with self._closing:  # two threads may give up an edge at once
+                    return self._close_now()
             except BufferError:
                 if time.monotonic() > end:
                     raise
                 time.sleep(0.002)
 
     def _close_now(self) -> None:
-        if self.cq is not None:
-            self.cq.close()  # with its queue pairs
-        self.cq = None
+        queue, self.cq = self.cq, None
+        if queue is not None:
+            try:
+                queue.close()  # with its queue pairs
+            except BufferError:
+                self.cq = queue
+                raise
         while self._regions:
-            self._regions[-1].close()
+            self._regions[-1].close()  # BufferError where writes still read it
             self._regions.pop()
         device, self.device = self.device, None
         if device is not None:
