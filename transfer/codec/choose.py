@@ -2,14 +2,16 @@
 
 The cost of a coding is the time of its encoder, of its bytes on the link, and of its decoder, one after the
 other. Positions and values are chosen apart, because their times add up; then sparse is held against sending
-the whole section. Sizes are exact where they follow from the gaps; those of zstd are estimated from samples
-of what it would be given.
+the whole section. Sizes are exact where they follow from the gaps; size and speed of zstd, which depend on
+what it is given, come from a sample of that.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
@@ -106,28 +108,32 @@ def _positions(
     count, elements, places = delta.positions.size, delta.elements, delta.positions
 
     def candidate(
-        coding: positions.Coding, units: float, least: float, measure: Callable[[], tuple[float, float]]
+        coding: positions.Coding,
+        units: float,
+        least: float,
+        measure: Callable[[], tuple[float, float, float]],
     ) -> _Candidate[positions.Coding]:
-        """``measure`` gives (bytes, units)."""
+        """``measure`` gives (bytes, units, seconds of zstd where a sample was timed)."""
         name = name_of(coding)
 
         def measured() -> tuple[float, float]:
-            size, exact_units = measure()
-            return size, speeds.seconds(name, exact_units, count)
+            size, exact_units, zstd_s = measure()
+            return size, _coder_s(speeds, name, exact_units, count, zstd_s)
 
-        return _Candidate(coding, speeds.seconds(name, units, count) + least / rate, measured)
+        floor_s = _least_coder_s(speeds, name, units, count)
+        return _Candidate(coding, floor_s + least / rate, measured)
 
     wanted = rules.positions
     if wanted in ("auto", "u32"):
         size = 4.0 * count
-        yield candidate(positions.Coding("u32"), count, size, lambda: (size, count))
+        yield candidate(positions.Coding("u32"), count, size, lambda: (size, count, 0.0))
     found = functools.cache(lambda: gaps.gaps_of(places))
     if wanted in ("auto", "rice"):
         parameter = rice.guess(count, int(places[-1]) + 1)
         least = count * max(1, parameter) / 8
 
-        def rice_bytes() -> tuple[float, float]:
-            return rice.num_bits(found(), parameter) / 8, count
+        def rice_bytes() -> tuple[float, float, float]:
+            return rice.num_bits(found(), parameter) / 8, count, 0.0
 
         yield candidate(positions.Coding("rice", parameter), count, least, rice_bytes)
     kinds: tuple[tuple[positions.Kind, int], ...] = (("gap8", 1), ("gap16", 2))
@@ -147,14 +153,32 @@ def _positions(
 
 def _gap_bytes(
     places: Positions, found: Callable[[], npt.NDArray[np.uint32]], width: int, zstd: bool
-) -> tuple[float, float]:
+) -> tuple[float, float, float]:
     words = gaps.num_words(found(), width)
-    shrink = _shrink(_sampled(places, width)) if zstd else 1.0
-    return words * width * shrink, words
+    shrink, zstd_s = _tried(_sampled(places, width)) if zstd else (1.0, 0.0)
+    return words * width * shrink, words, words * width * zstd_s
 
 
-def _bitmap_bytes(delta: Delta, zstd: bool) -> tuple[float, float]:
-    return delta.elements / 8 * (_shrink(_part_of_bitmap(delta)) if zstd else 1.0), delta.elements
+def _bitmap_bytes(delta: Delta, zstd: bool) -> tuple[float, float, float]:
+    nbytes = delta.elements / 8
+    shrink, zstd_s = _tried(_part_of_bitmap(delta)) if zstd else (1.0, 0.0)
+    return nbytes * shrink, delta.elements, nbytes * zstd_s
+
+
+def _coder_s(speeds: Speeds, name: str, units: float, entries: float, zstd_s: float) -> float:
+    """The coder's seconds; zstd's own are those of this very content where the speeds ask for that."""
+    if zstd_s and speeds.sampled:
+        return speeds.seconds(name.removesuffix("+zstd"), units, entries) + zstd_s
+    return speeds.seconds(name, units, entries)
+
+
+def _least_coder_s(speeds: Speeds, name: str, units: float, entries: float) -> float:
+    """A lower bound of `_coder_s`: zstd at best four times as fast as on what it was measured on."""
+    seconds = speeds.seconds(name, units, entries)
+    if not speeds.sampled or not name.endswith("+zstd"):
+        return seconds
+    plain = speeds.seconds(name.removesuffix("+zstd"), units, entries)
+    return plain + max(0.0, seconds - plain) / 4
 
 
 def _values(
@@ -168,20 +192,33 @@ def _values(
             continue
         least = count * (1 if kind == "ulp" else delta.itemsize)
         for zstd in _flags(rules):
-            coder_s = speeds.seconds(kind + ("+zstd" if zstd else ""), units)
-            floor_s = coder_s + least * (LEAST_SHRINK if zstd else 1.0) / rate
-            measure = functools.partial(_value_bytes, delta, kind, zstd, coder_s)
+            name = kind + ("+zstd" if zstd else "")
+            floor_s = _least_coder_s(speeds, name, units, 0.0)
+            floor_s += least * (LEAST_SHRINK if zstd else 1.0) / rate
+            measure = functools.partial(_value_cost, delta, kind, zstd, speeds, units)
             yield _Candidate((kind, zstd), floor_s, measure)
 
 
-def _value_bytes(delta: Delta, kind: values.Kind, zstd: bool, coder_s: float) -> tuple[float, float]:
+def _value_cost(
+    delta: Delta, kind: values.Kind, zstd: bool, speeds: Speeds, units: float
+) -> tuple[float, float]:
+    size, zstd_s = _value_bytes(delta, kind, zstd)
+    return size, _coder_s(speeds, kind + ("+zstd" if zstd else ""), units, 0.0, zstd_s)
+
+
+def _value_bytes(delta: Delta, kind: values.Kind, zstd: bool) -> tuple[float, float]:
+    """(bytes, seconds of zstd) of one value coding."""
     if kind != "ulp" and not zstd:
-        return float(delta.new.nbytes), coder_s
+        return float(delta.new.nbytes), 0.0
     pieces = _pieces(delta.new.size)
     new = np.concatenate([delta.new[p] for p in pieces])
     old = None if delta.old is None else np.concatenate([delta.old[p] for p in pieces])
-    size = len(values.encode(values.codes_of(new, old, kind), kind, zstd))
-    return size * delta.new.size / new.size, coder_s
+    codes, scale = values.codes_of(new, old, kind), delta.new.size / new.size
+    size = len(values.encode(codes, kind, zstd)) * scale
+    if not zstd:
+        return size, 0.0
+    small = np.minimum(codes, codes.dtype.type(255)).astype(np.uint8) if kind == "ulp" else codes
+    return size, _tried(small)[1] * small.nbytes * scale
 
 
 def _whole(delta: Delta, rate: float, speeds: Speeds, rules: CodingRules) -> Iterator[_Candidate[bool]]:
@@ -189,11 +226,14 @@ def _whole(delta: Delta, rate: float, speeds: Speeds, rules: CodingRules) -> Ite
     nbytes = float(delta.elements * delta.itemsize)
     for zstd in _flags(rules):
         coder_s = speeds.seconds("all+zstd", nbytes / 2) if zstd else speeds.seconds("all", nbytes)
-        floor_s = coder_s + nbytes * (LEAST_SHRINK if zstd else 1.0) / rate
+        floor_s = (coder_s / 4 if zstd and speeds.sampled else coder_s) + nbytes * (
+            LEAST_SHRINK if zstd else 1.0
+        ) / rate
 
         def measure(zstd: bool = zstd, coder_s: float = coder_s) -> tuple[float, float]:
-            size = _value_bytes(delta, "overwrite", zstd, 0.0)[0] if zstd else float(delta.new.nbytes)
-            return nbytes * size / delta.new.nbytes, coder_s
+            size, zstd_s = _value_bytes(delta, "overwrite", zstd)
+            scale = nbytes / delta.new.nbytes
+            return size * scale, zstd_s * scale if zstd_s and speeds.sampled else coder_s
 
         yield _Candidate(zstd, floor_s, measure)
 
@@ -225,6 +265,13 @@ def _part_of_bitmap(delta: Delta) -> Bits:
     return np.frombuffer(data, np.uint8)
 
 
-def _shrink(words: Bits) -> float:
-    """Compressed bytes per byte of a sample."""
-    return len(planes.compress(words)) / max(1, words.nbytes)
+def _tried(words: Bits) -> tuple[float, float]:
+    """(compressed bytes, seconds to compress and to expand) per byte of a sample."""
+    best = math.inf
+    for _ in range(2):
+        start = time.perf_counter()
+        packed = planes.compress(words)
+        planes.expand(memoryview(packed), words.size, words.dtype.itemsize)
+        best = min(best, time.perf_counter() - start)
+    nbytes = max(1, words.nbytes)
+    return len(packed) / nbytes, best / nbytes

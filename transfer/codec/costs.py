@@ -42,6 +42,8 @@ class Speeds:
     """Encode plus decode, by the name of a position or value coding (``gap8``, ``ulp+zstd``, ``all``)."""
 
     lines: Mapping[str, Line]
+    sampled: bool = False
+    """Whether the time of zstd is taken from a sample of the content instead of its line."""
 
     def seconds(self, name: str, units: float, entries: float = 0.0) -> float:
         """Time to encode and to decode. KeyError for a coding that wasn't measured."""
@@ -64,7 +66,7 @@ def _measured() -> Speeds:
     for zstd in (False, True):
         coding = positions.Coding("bitmap", zstd=zstd)
         lines[name_of(coding)] = _bitmap_line(coding, rng)
-    return Speeds(lines)
+    return Speeds(lines, sampled=True)
 
 
 def _bitmap_line(coding: positions.Coding, rng: np.random.Generator) -> Line:

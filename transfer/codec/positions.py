@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from jaxrl_sync.transfer.codec import gaps, planes, rice
 from jaxrl_sync.transfer.codec.bits import Positions
 from jaxrl_sync.transfer.codec.errors import FrameError
 
 Kind = Literal["none", "all", "bitmap", "u32", "gap16", "gap8", "rice"]
+BITMAP_CHUNK = 1 << 15
+"""Bytes of a bitmap that are spread to one byte per bit at a time: what they need stays in the cache."""
+
 GAP_BYTES = {"gap8": 1, "gap16": 2}
 
 
@@ -41,9 +46,7 @@ def encode(positions: Positions | None, elements: int, coding: Coding) -> tuple[
             )
         return b"", 0
     if coding.kind == "bitmap":
-        mask = np.zeros(elements, np.uint8)
-        mask[positions] = 1
-        packed = np.packbits(mask, bitorder="little")
+        packed = _to_bitmap(positions, elements)
         return planes.compress(packed) if coding.zstd else packed.tobytes(), 0
     if coding.kind == "u32":
         return positions.astype("<u4").tobytes(), 0
@@ -84,6 +87,20 @@ def decode(data: memoryview, coding: Coding, count: int, words: int, elements: i
     return gaps.decode(found, count, elements)
 
 
+def _to_bitmap(positions: Positions, elements: int) -> npt.NDArray[np.uint8]:
+    size, step = (elements + 7) // 8, BITMAP_CHUNK * 8
+    packed, mask = np.empty(size, np.uint8), np.zeros(min(elements, step), np.uint8)
+    cuts = np.searchsorted(positions, np.arange(0, elements + step, step, np.uint64)).tolist()
+    for number, (first, last) in enumerate(itertools.pairwise(cuts)):
+        inside = positions[first:last] - np.uint32(number * step)
+        mask[inside] = 1
+        length = min(step, elements - number * step)
+        part = np.packbits(mask[:length], bitorder="little")
+        packed[number * BITMAP_CHUNK : number * BITMAP_CHUNK + part.size] = part
+        mask[inside] = 0
+    return packed
+
+
 def _from_bitmap(data: memoryview, coding: Coding, count: int, elements: int) -> Positions:
     size = (elements + 7) // 8
     if coding.zstd:
@@ -96,10 +113,15 @@ def _from_bitmap(data: memoryview, coding: Coding, count: int, elements: int) ->
         packed = np.frombuffer(data, np.uint8)
     if elements % 8 and packed[-1] >> (elements % 8):
         raise FrameError(f"the bitmap sets bits beyond its {elements} elements")
-    mask = np.unpackbits(packed, count=elements, bitorder="little").view(np.bool_)
-    found = np.flatnonzero(mask).astype(np.uint32)
-    if found.size != count:
-        raise FrameError(f"the bitmap sets {found.size} bits, expected {count}")
+    set_bits = int(np.bitwise_count(packed).sum(dtype=np.int64))
+    if set_bits != count:
+        raise FrameError(f"the bitmap sets {set_bits} bits, expected {count}")
+    found, filled = np.empty(count, np.uint32), 0
+    for at in range(0, size, BITMAP_CHUNK):
+        mask = np.unpackbits(packed[at : at + BITMAP_CHUNK], bitorder="little").view(np.bool_)
+        part = np.flatnonzero(mask)
+        np.add(part, at * 8, out=found[filled : filled + part.size], casting="unsafe")
+        filled += part.size
     return found
 
 
