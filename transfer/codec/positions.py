@@ -90,7 +90,8 @@ def decode(data: memoryview, coding: Coding, count: int, words: int, elements: i
 def _to_bitmap(positions: Positions, elements: int) -> npt.NDArray[np.uint8]:
     size, step = (elements + 7) // 8, BITMAP_CHUNK * 8
     packed, mask = np.empty(size, np.uint8), np.zeros(min(elements, step), np.uint8)
-    cuts = np.searchsorted(positions, np.arange(0, elements + step, step, np.uint64)).tolist()
+    borders = np.arange(0, elements + step, step, dtype=np.int64)
+    cuts = [int(c) for c in np.searchsorted(positions, borders)]
     for number, (first, last) in enumerate(itertools.pairwise(cuts)):
         inside = positions[first:last] - np.uint32(number * step)
         mask[inside] = 1
