@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_sync.sharding import Layout, make_pool, plan, reshard, trace
+from jaxrl_sync.sharding import Layout, copies_digest, make_pool, plan, reshard, trace
 from jaxrl_sync.sharding import kernels as kernels_module
 from jaxrl_sync.sharding.native import kernels
+from jaxrl_sync.sharding.resharding import source_views
 
 HERE = Path(__file__).resolve().parent
 ROWS = HERE / "rows.jsonl"
@@ -65,10 +67,10 @@ def timed(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def median(call: Callable[[], Any]) -> float:
-    """Median of REPEATS calls after one that is not counted."""
-    jax.block_until_ready(call())
-    return statistics.median(timed(call) for _ in range(REPEATS))
+def medians(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Median of REPEATS calls of each, taken in turns, after one round that is not counted."""
+    rounds = [{name: timed(call) for name, call in calls.items()} for _ in range(REPEATS + 1)]
+    return {name: statistics.median(r[name] for r in rounds[1:]) for name in calls}
 
 
 def memcpy(size: int, threads: int) -> Callable[[], None]:
@@ -110,15 +112,39 @@ def case(name: str, layers: int, threads: int) -> dict[str, Any]:
     row: dict[str, Any] = {"case": name, "bytes": size, "tensors": len(model), "threads": threads}
     row |= {"jax": jax.__version__, "python": sys.version.split()[0], "kernels": kernels() is not None}
     row |= {"pool_s": pool_s, "first_s": first_s}
-    row["reshard_s"] = median(lambda: reshard(params, made, out=pool, threads=threads))
     _check(params, reshard(params, made, out=pool, threads=threads))
-    native, kernels_module.kernels = kernels_module.kernels, lambda: None  # type: ignore[assignment]
-    row["reshard_numpy_s"] = median(lambda: reshard(params, made, out=pool, threads=threads))
-    kernels_module.kernels = native
+    for view in pool.views.values():
+        view[...] = 0
+    with _without_kernels():
+        _check(params, reshard(params, made, out=pool, threads=threads))
     shardings = {p: x.sharding for p, x in target.items()}
-    row["device_put_s"] = median(lambda: jax.device_put(params, shardings))
-    row["memcpy_s"] = median(memcpy(size, threads))
-    return row
+    views, table = source_views(params, made), pool.table(made)
+    copies = tuple(c for e in made.for_rank(0, "target").edges for c in e.copies)
+
+    def without_kernels() -> Any:
+        with _without_kernels():
+            return reshard(params, made, out=pool, threads=threads)
+
+    calls = {
+        "reshard_s": lambda: reshard(params, made, out=pool, threads=threads),
+        "device_put_s": lambda: jax.device_put(params, shardings),
+        "memcpy_s": memcpy(size, threads),
+        "reshard_numpy_s": without_kernels,
+        "copy_s": lambda: table.execute(views, pool.views, threads),
+        "copy_and_sum_s": lambda: table.execute(views, pool.views, threads, sums={}),
+        "sum_s": lambda: copies_digest(copies, views, "source", threads),
+    }
+    return row | medians(calls)
+
+
+@contextlib.contextmanager
+def _without_kernels() -> Iterator[None]:
+    """As if the C kernels were not built."""
+    native, kernels_module.kernels = kernels_module.kernels, lambda: None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        kernels_module.kernels = native
 
 
 def _plan(params: Tree, target: Tree) -> Any:
@@ -144,17 +170,21 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--cases", default="ABC")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rows", type=Path, default=ROWS, help="file that the rows are appended to")
     options = parser.parse_args()
     git = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
-    print("case      pool     first   reshard  (numpy)  device_put  memcpy   x device_put  x memcpy")
+    print("case     pool    first  reshard    numpy  device_put  memcpy     copy  + sums  | "
+          "device_put/reshard  /numpy  reshard/memcpy")  # fmt: skip
     for name in options.cases:
         row = {"commit": commit, **case(name, options.layers, options.threads)}
-        faster, over = row["device_put_s"] / row["reshard_s"], row["reshard_s"] / row["memcpy_s"]
         columns = [row[k] * 1e3 for k in ("pool_s", "first_s", "reshard_s", "reshard_numpy_s", "device_put_s",
-                                          "memcpy_s")]  # fmt: skip
-        print(name, "  ".join(f"{c:8.1f}" for c in columns), f"{faster:10.2f} {over:12.2f}  (ms)", flush=True)
-        with ROWS.open("a", encoding="utf8") as out:
+                                          "memcpy_s", "copy_s", "copy_and_sum_s")]  # fmt: skip
+        slow = row["device_put_s"]
+        print(name, " ".join(f"{c:8.1f}" for c in columns), f"ms | {slow / row['reshard_s']:15.2f} "
+              f"{slow / row['reshard_numpy_s']:7.2f} {row['reshard_s'] / row['memcpy_s']:15.2f}",
+              flush=True)  # fmt: skip
+        with options.rows.open("a", encoding="utf8") as out:
             out.write(json.dumps(row) + "\n")
     return 0
 
