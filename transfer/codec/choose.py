@@ -267,7 +267,7 @@ def _part_of_bitmap(delta: Delta) -> Bits:
 
 def _tried(words: Bits) -> tuple[float, float]:
     """(compressed bytes, seconds to compress and to expand) per byte of a sample."""
-    best = math.inf
+    best, packed = math.inf, b""
     for _ in range(2):
         start = time.perf_counter()
         packed = planes.compress(words)
