@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxrl_sync.sharding.box import Box as Box
     from jaxrl_sync.sharding.correspondence import Correspondence as Correspondence
+    from jaxrl_sync.sharding.errors import DeviceCopyError as DeviceCopyError
     from jaxrl_sync.sharding.errors import MappingError as MappingError
     from jaxrl_sync.sharding.errors import UserError as UserError
     from jaxrl_sync.sharding.kernels import CopyTable as CopyTable
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Box": "box",
     "Correspondence": "correspondence",
+    "DeviceCopyError": "errors",
     "MappingError": "errors",
     "UserError": "errors",
     "CopyTable": "kernels",
@@ -59,6 +61,7 @@ __all__ = [
     "Copy",
     "CopyTable",
     "Correspondence",
+    "DeviceCopyError",
     "Edge",
     "Layout",
     "MappingError",

@@ -29,14 +29,15 @@ from jaxrl_sync.sharding.native import flat_bytes
 from jaxrl_sync.sharding.planning import CONSTANT_DEVICE, Plan
 from jaxrl_sync.sharding.rank_plan import Copy
 from jaxrl_sync.sharding.rounds import device_loads
+from jaxrl_sync.sharding.templates import Template
 
 Key = tuple[int, str]
 
 STAGING_BYTES = 256 << 20
 """Packed bytes on one device per batch."""
 
-MAX_PATHS = 16
-"""Target tensors per batch: larger programs compile for longer than they save in calls."""
+MAX_BLOCKS = 16
+"""Blocks that one program reads or writes: what a compiler does with more costs more than in proportion."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,11 +216,17 @@ def _buffers(group: Group, arrived: dict[tuple[int, int], Any]) -> list[Any]:
     return made
 
 
+def most_blocks(template: Template) -> int:
+    """Blocks of one instance that the busiest device reads or writes."""
+    sides = template.source_device + 1, template.target_device + 1  # constants are from device -1
+    return max((int(np.bincount(side).max()) for side in sides if len(side)), default=0)
+
+
 def batches(plan: Plan, staging_bytes: int) -> list[tuple[str, ...]]:
     """Target paths in batches of one class; a device stages at most ``staging_bytes`` per batch.
 
-    Only a single tensor that alone needs more makes a batch that is larger. Batches of a class are equal in
-    size up to one tensor, so that at most two sizes are compiled.
+    Only a single tensor that alone needs more makes a batch that is larger. A program has at most about
+    `MAX_BLOCKS` blocks. Batches of a class are equal in size up to one tensor: at most two are compiled.
     """
     loads = device_loads(plan)
     of: dict[str, list[int]] = {}
@@ -231,7 +238,8 @@ def batches(plan: Plan, staging_bytes: int) -> list[tuple[str, ...]]:
     found = []
     for key, paths in classes.items():
         load = sum((loads[t] for t in key), start=Counter[tuple[str, int]]())
-        most = min(MAX_PATHS, max(1, staging_bytes // max(1, *load.values(), 1)))
+        blocks = max(1, sum(most_blocks(plan.templates[t]) for t in key))
+        most = max(1, min(MAX_BLOCKS // blocks, staging_bytes // max(1, *load.values(), 1)))
         parts = -(-len(paths) // most)
         borders = [len(paths) * i // parts for i in range(parts + 1)]
         found += [tuple(paths[a:b]) for a, b in itertools.pairwise(borders)]

@@ -234,7 +234,7 @@ def _pointers(tree: Tree) -> dict[str, list[int]]:
 
 
 def test_donated_sources_are_deleted_as_soon_as_their_batch_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_path_module, "MAX_PATHS", 2)
+    monkeypatch.setattr(device_path_module, "MAX_BLOCKS", 8)
     params, made = layers(6)
     want = reshard(params, made, path="host")
     live: list[int] = []

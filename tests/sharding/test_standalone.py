@@ -84,7 +84,7 @@ def test_the_tutorial_runs_as_printed() -> None:
     import re
 
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "mapper.md").read_text(), re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     out = _run("-c", "\n".join(blocks) + "\nassert weights['layer2'].sharding == target['layer2'].sharding")
     assert "layer0 bfloat16[16x2x32]: cast from gate -> bfloat16; up -> bfloat16" in out
 
