@@ -22,6 +22,12 @@ TRANSPORTS = {
     "mooncake-tcp": "Mooncake, tcp",
     "jax-transfer": "`jax.experimental.transfer`",
 }
+RESHARD_TENSORS = 311
+RESHARD_CASES = {
+    "A": "A: fsdp 4 to tp 4",
+    "B": "B: fsdp 2 x tp 2 to the same",
+    "C": "C: tp 4 to fsdp 2 x tp 2",
+}
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 
 
@@ -45,7 +51,27 @@ def replaced(text: str, content: str) -> str:
 
 def table(folder: Path) -> str:
     """All tables, one after the other."""
-    return runs(folder) + transports(folder)
+    return runs(folder) + reshards(folder) + transports(folder)
+
+
+def reshards(folder: Path) -> str:
+    """How fast W1 gets from one mesh to another inside a process: the newest row per case and jax version."""
+    path = folder / "reshard" / "rows.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    newest = {(row["jax"], row["case"]): row for row in rows if row["tensors"] == RESHARD_TENSORS}
+    if not newest:
+        return ""
+    lines = [
+        "",
+        "| 1.5 GB from mesh to mesh | jax | `jax.device_put` | **`reshard`** | without C | 2-thread memcpy |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for (version, case), row in sorted(newest.items()):
+        slow, fast, numpy = (row[k] for k in ("device_put_s", "reshard_s", "reshard_numpy_s"))
+        ways = f"{slow * 1e3:.0f} ms | **{fast * 1e3:.0f} ms, {slow / fast:.1f}x**"
+        others = f"{numpy * 1e3:.0f} ms, {slow / numpy:.1f}x | {row['memcpy_s'] * 1e3:.0f} ms"
+        lines.append(f"| {RESHARD_CASES[case]} | {version} | {ways} | {others} |")
+    return "\n".join(lines) + "\n"
 
 
 def transports(folder: Path) -> str:
