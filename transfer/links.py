@@ -38,6 +38,7 @@ class Links:
         slots: list[Slot],
     ) -> None:
         self.failure: UserError | None = None
+        self._closed = False
         self.publishers: list[Member] = []
         self._failed_for: tuple[str, ...] = ()
         self._hub = hub
@@ -183,6 +184,9 @@ class Links:
             self._shadows[publisher.rank] = shadow
         opening = Opening(self._hub.token, self._hub.run_id, *self._blobs, self._pairing.digest, edge, shadow)
         self._links[key] = Inbound(publisher, opening, self._config, self._slots)
+        if self._closed:  # while it was being opened
+            self._links[key].close()
+            raise PeerLost("the subscriber is closed")
 
     def rejoin(self) -> None:
         """A restarted hub knows nothing: give it our layouts again."""
@@ -190,7 +194,8 @@ class Links:
             self._put_blobs(self._pairing)
 
     def close(self) -> None:
-        """Close every link. Idempotent."""
+        """Close every link, one that is being opened too. Idempotent."""
+        self._closed = True
         for link in list(self._links.values()):
             link.close()
 

@@ -266,7 +266,7 @@ def test_a_slot_that_was_cut_off_gets_new_memory_and_keys(token_file: Path, fake
         before = fake.alive()
         fake.set(hold=1)
         slots = list(made.subscriber._slots)
-        assert isinstance(made.fail(1), DeadlineError)
+        assert isinstance(made.fail(1), (DeadlineError, PeerLost))  # whichever side gives up first
         fake.set()
         replaced = [a is not b for a, b in zip(slots, made.subscriber._slots, strict=True)]
         assert sorted(replaced) == [False, True] and made.subscriber.stats()["quarantined"] == 1
