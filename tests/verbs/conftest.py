@@ -9,7 +9,33 @@ from typing import Any
 import pytest
 
 from jaxrl_sync.transfer.verbs.native import is_built
+from tests import verification
+from tests.conftest import share_seed
 from tests.verbs import fakelib
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--vm-share``."""
+    parser.addoption(
+        "--vm-share",
+        action="store_true",
+        help="of the slow tests on real verbs only the pairings and what the seed chooses",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Whole trainers and engines take minutes in an emulated guest: CI runs a third of them each time."""
+    if not config.getoption("--vm-share", default=False):
+        return
+    left_out = [item for item in items if _waits(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _waits(item: pytest.Item) -> bool:
+    slow = {"rdma", "slow"} <= {mark.name for mark in item.iter_markers()}
+    chosen = verification.is_chosen(share_seed(), item.nodeid, 1 / 3)
+    return slow and "pairings" not in item.name and not chosen
 
 
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int) -> None:
@@ -23,8 +49,12 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int) -> None:
 
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
     """See above: such a skip fails the run."""
-    skipped = call.excinfo is not None and call.excinfo.errisinstance(pytest.skip.Exception)
-    if skipped and "RDMA_VM" in os.environ and "needs the RDMA devices" in str(call.excinfo.value):
+    error = call.excinfo.value if call.excinfo is not None else None
+    if (
+        isinstance(error, pytest.skip.Exception)
+        and "RDMA_VM" in os.environ
+        and "needs the RDMA devices" in str(error)
+    ):
         item.session.shouldfail = "the devices of the VM are missing"
 
 
