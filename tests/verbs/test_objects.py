@@ -268,7 +268,7 @@ def test_another_process_opens_devices_of_its_own(fake: Fake, monkeypatch: pytes
     mine = opened.open_device("native", "fake0")
     assert opened.open_device("native", "fake0") is mine
     with monkeypatch.context() as patch:
-        patch.setattr(opened.os, "getpid", lambda: -1)
+        patch.setattr(os, "getpid", lambda: -1)
         child = opened.open_device("native", "fake0")
         assert child is not mine
         child.give_back()
