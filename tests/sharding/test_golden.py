@@ -1,0 +1,68 @@
+"""Digests are equal on every Python, numpy and jax: committed numbers, here and under other interpreters."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.sharding import golden
+
+GOLDEN = {
+    # Change only together with the version bytes of the formats.
+    "layout": "f579631ee9288ad6087ef9a9f3ef3ff3",
+    "target": "600211393cddadbf7019fd74e54fba92",
+    "correspondence": "ca1b6aa07f3b48052c8a3fe826ed9857",
+    "plan": "4bce4e79e70f957ce2d5fa0aa56aecc3",
+    "plan by node": "5f6923342e972e0b4be062985e9c3eae",
+    "plan of rates": "a96d910949adb0686ce2072d825b3520",
+    "experts": "fba3c72c4ab0aa4225f976151878bcd2",
+    "qwen3-30b-a3b": "da693034c6eb031e7889636ff90c48f9",
+    "kimi-k2": "c222f8dae11f71698edd3cec17927b12",
+}
+LARGE = ("qwen3-30b-a3b", "kimi-k2")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_small_digests_are_the_committed_ones() -> None:
+    found = golden.small()
+    assert found == {name: GOLDEN[name] for name in found}
+    assert set(found) == set(GOLDEN) - set(LARGE) and len(set(found.values())) == len(found)
+
+
+def _others() -> list[str]:
+    """Interpreters of another version with jax: those in JAXRL_SYNC_OTHER_PYTHONS (a path list), or on PATH."""
+    named = os.environ.get("JAXRL_SYNC_OTHER_PYTHONS", "").split(os.pathsep)
+    on_path = [shutil.which(f"python3.{minor}") for minor in (11, 12, 13)]
+    found = {}
+    for python in [p for p in (*named, *on_path) if p]:
+        words = [python, "-c", "import sys, jax; print(sys.version_info[:2])"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+        if done.returncode == 0 and done.stdout.strip() != str(tuple(sys.version_info[:2])):
+            found.setdefault(done.stdout.strip(), python)
+    return list(found.values())
+
+
+def _digests(python: str) -> dict[str, str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    words = [python, str(ROOT / "tests" / "sharding" / "golden.py"), "--large"]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("which", ["this interpreter", "another version"])
+def test_digests_of_published_models_are_the_committed_ones(which: str) -> None:
+    pythons = [sys.executable] if which == "this interpreter" else _others()
+    if not pythons:
+        pytest.skip("no interpreter of another version has jax; name one in JAXRL_SYNC_OTHER_PYTHONS")
+    for python in pythons:
+        assert _digests(python) == GOLDEN, python
