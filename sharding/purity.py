@@ -20,6 +20,8 @@ LARGE_PROGRAM = 20_000
 
 Same = set[tuple[int, int]]
 
+_PLAIN = (bool, int, float, complex, str, tuple, list, np.ndarray, np.generic)
+
 
 def check_pure(
     again: Callable[[], tuple[ClosedJaxpr, Sequence[str]]], closed: ClosedJaxpr, outputs: Sequence[str]
@@ -133,8 +135,7 @@ def _param(a: Any, b: Any, same: Same) -> str | None:
         return _jaxpr(a, b, same)
     if isinstance(a, tuple | list) and isinstance(b, tuple | list) and len(a) == len(b):
         return next((found for x, y in zip(a, b, strict=True) if (found := _param(x, y, same))), None)
-    plain = bool | int | float | complex | str | tuple | list | np.ndarray | np.generic
-    if isinstance(a, plain) and isinstance(b, plain) and not _equal(a, b):
+    if isinstance(a, _PLAIN) and isinstance(b, _PLAIN) and not _equal(a, b):
         return f"{_brief(a)}, then {_brief(b)}"
     return None
 

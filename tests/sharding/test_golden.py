@@ -36,7 +36,7 @@ def test_small_digests_are_the_committed_ones() -> None:
 
 
 def _others() -> list[str]:
-    """Interpreters of another version with jax: those in JAXRL_SYNC_OTHER_PYTHONS (a path list), or on PATH."""
+    """Interpreters of other versions that have jax: those of JAXRL_SYNC_OTHER_PYTHONS, or on PATH."""
     named = os.environ.get("JAXRL_SYNC_OTHER_PYTHONS", "").split(os.pathsep)
     on_path = [shutil.which(f"python3.{minor}") for minor in (11, 12, 13)]
     found = {}
