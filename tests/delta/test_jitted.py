@@ -104,38 +104,6 @@ def test_jitted_decode_of_the_codecs_streams(form: Any, kind: int) -> None:
             assert same_bits(run(jnp.asarray(old), *streams), new)
 
 
-@pytest.mark.skipif(not ffi.available(), reason="no FFI kernels in this build")
-def test_ffi_writes_a_donated_buffer_in_place_and_refuses_bad_deltas() -> None:
-    old, new = pair("bfloat16", 4096, "one percent")
-    delta = sparse.compare(old, new)
-    shadow = jnp.array(old)
-    where = shadow.unsafe_buffer_pointer()
-    run = jax.jit(lambda s, p, v, c: ffi.apply(s, p, v, c, 0, 4096), donate_argnums=0)
-    shadow = run(shadow, delta.positions, delta.new, np.uint32(delta.count))
-    assert shadow.unsafe_buffer_pointer() == where
-    assert same_bits(shadow, new)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="past the end"):
-        jax.block_until_ready(
-            run(shadow, np.array([4096], np.uint32), np.array([1], np.uint16), np.uint32(1))
-        )
-    kept = jnp.array(new)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="overflowed"):
-        jax.block_until_ready(run(kept, np.array([5], np.uint32), np.array([1], np.uint16), np.uint32(2)))
-
-
-@pytest.mark.skipif(not ffi.available(), reason="no FFI kernels in this build")
-def test_ffi_under_vmap_loops_over_leading_dimensions() -> None:
-    pairs = [pair("bfloat16", 1000, pattern) for pattern in ("one percent", "ends", "all")]
-    old, new = (jnp.asarray(np.stack([p[k] for p in pairs])) for k in (0, 1))
-    found = jax.jit(jax.vmap(lambda a, b: ffi.encode(a, b, 1000, 0, 1000, True, 1)))(old, new)
-    shadow = jax.jit(jax.vmap(lambda s, p, v, c: ffi.apply(s, p, v, c, 0, 1000)))(
-        old, *(found[k] for k in (1, 2, 0))
-    )
-    for i, (a, b) in enumerate(pairs):
-        check_encoded([part[i] for part in found], sparse.compare(a, b, keep_old=True), 1000)
-    assert same_bits(shadow, new)
-
-
 def sharded_pair(spec: PartitionSpec, pattern: str, shape: tuple[int, ...] = (64, 96)) -> Any:
     mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
     sharding = NamedSharding(mesh, spec)
@@ -275,3 +243,30 @@ def test_a_dtype_without_whole_bytes_is_refused() -> None:
     with pytest.raises(DeltaError, match="int4"):
         Encoder({"w": jnp.zeros(8, jnp.int4)})
     assert host_bits(np.zeros(4, bool)).dtype == np.uint8
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "bool"])
+def test_pallas_kernels_lower_to_triton_without_a_gpu(dtype: str) -> None:
+    """Compiled runs need a GPU (test_gpu.py); that Triton takes the kernels doesn't."""
+    from jaxrl_sync.transfer.delta import pallas_gpu
+
+    buffer = jax.ShapeDtypeStruct((70_000,), dtype)
+    room = [
+        jax.ShapeDtypeStruct(s, d) for s, d in (((999,), "uint32"), ((999,), f"u{jnp.dtype(dtype).itemsize}"))
+    ]
+    programs: list[tuple[Any, Any]] = [
+        (lambda a, b: pallas_gpu.encode(a, b, 999, True), (buffer, buffer)),
+        (
+            lambda s, p, v, c: pallas_gpu.apply(s, p, v, c, ULP),
+            (buffer, *room, jax.ShapeDtypeStruct((), "uint32")),
+        ),
+    ]
+    for program, arguments in programs:
+        traced = jax.jit(program).trace(*arguments)
+        try:
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        except RuntimeError as error:
+            if "No supported GPU devices" in str(error):
+                pytest.skip("this jax lowers Triton kernels only where it finds a GPU")
+            raise
+        assert "triton" in text

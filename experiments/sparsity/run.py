@@ -1,0 +1,25 @@
+"""`./dev bench sparsity`: how fast deltas are made; `... sparsity density`: how sparse updates are."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def main() -> int:
+    """The first argument chooses the half; the rest are its own."""
+    if sys.argv[1:2] == ["density"]:
+        import density
+
+        sys.argv[1:2] = []
+        found: int = density.main()
+        return found
+    import speed
+
+    return speed.main(sys.argv[2:] if sys.argv[1:2] == ["speed"] else sys.argv[1:])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
