@@ -10,7 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import numpy as np
@@ -103,6 +103,14 @@ def _devices(name: str, array: Any, plan: Plan) -> tuple[int, ...]:
 def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
     edges = [s.indices(n) for s, n in zip(index, shape, strict=True)]
     return Box(tuple(e[0] for e in edges), tuple(e[1] for e in edges))
+
+
+@overload
+def make_pool(plan: Plan, target: Any = None, path: None = None) -> Pool | DevicePool: ...
+@overload
+def make_pool(plan: Plan, target: Any = None, *, path: Literal["host"]) -> Pool: ...
+@overload
+def make_pool(plan: Plan, target: Any = None, *, path: Literal["device"]) -> DevicePool: ...
 
 
 def make_pool(plan: Plan, target: Any = None, path: str | None = None) -> Pool | DevicePool:

@@ -176,7 +176,11 @@ def test_a_second_call_compiles_nothing() -> None:
     params, made = layers(4)
     reshard(params, made, path="device")
     seen: list[str] = []
-    jax.monitoring.register_event_duration_secs_listener(lambda event, _, **__: seen.append(event))
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
     jax.block_until_ready(reshard(params, made, path="device"))
     assert not [event for event in seen if "compile" in event or "trace" in event]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from typing import Any
@@ -43,6 +44,10 @@ def test_impure_and_value_dependent_functions() -> None:
         trace(looks, W)
 
 
+def _with(make: Any, t: Tree) -> Tree:
+    return {"a": t["w"], "b": make(t)}
+
+
 def test_what_python_hides_from_jax_shows_in_a_second_trace() -> None:
     calls = itertools.count(1)
     kept: list[Any] = []
@@ -69,7 +74,7 @@ def test_what_python_hides_from_jax_shows_in_a_second_trace() -> None:
     }
     for said, make in wrong.values():
         with pytest.raises(MappingError, match=a_second + ".*" + said):
-            trace(lambda t, make=make: {"a": t["w"], "b": make(t)}, W)
+            trace(functools.partial(_with, make), W)
     with pytest.raises(MappingError, match=r"the tensors it returns \('w\d+', 'w\d+'\)"):
         trace(lambda t: {f"w{next(calls)}": t["w"]}, W)
     with pytest.raises(MappingError, match="impure"):

@@ -39,7 +39,7 @@ def _others() -> list[str]:
     """Interpreters of other versions that have jax: those of JAXRL_SYNC_OTHER_PYTHONS, or on PATH."""
     named = os.environ.get("JAXRL_SYNC_OTHER_PYTHONS", "").split(os.pathsep)
     on_path = [shutil.which(f"python3.{minor}") for minor in (11, 12, 13)]
-    found = {}
+    found: dict[str, str] = {}
     for python in [p for p in (*named, *on_path) if p]:
         words = [python, "-c", "import sys, jax; print(sys.version_info[:2])"]
         done = subprocess.run(words, capture_output=True, text=True, timeout=120)

@@ -34,7 +34,7 @@ def setting(dtype: str = "bfloat16", policy: Policy | None = None) -> tuple[Tree
 
 def test_results_alias_the_pool_and_compile_nothing_anew() -> None:
     params, made = setting()
-    pool = make_pool(made)
+    pool = make_pool(made, path="host")
     low = min(v.__array_interface__["data"][0] for v in pool.views.values())
     high = max(v.__array_interface__["data"][0] + v.nbytes for v in pool.views.values())
     step: Any = jax.jit(lambda t: jax.tree.map(lambda x: x.sum(), t))
