@@ -112,7 +112,7 @@ class Applier:
     ) -> None:
         self.sites = {site.path: site for site in sites_of(target)}
         self._kind = kind
-        self._implementation = implementation
+        self._implementation: Implementation | None = implementation
         self._threads = threads
         self._chunk_elements = chunk_elements
         self._jitted = jax.jit(self._run, donate_argnums=0)
@@ -129,7 +129,8 @@ class Applier:
         return {path: self._site_function(self.sites[path])(shadow[path], deltas[path]) for path in deltas}
 
     def _site_function(self, site: Site) -> Callable[..., jax.Array]:
-        chosen: Implementation = self._implementation or implementation_for(site.sharding)
+        fixed = self._implementation
+        chosen = implementation_for(site.sharding) if fixed is None else fixed
         threads = self._threads or default_threads(site.sharding)
         windows = chunks(site.elements, self._chunk_elements)
 

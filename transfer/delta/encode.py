@@ -185,7 +185,7 @@ class Encoder:
         self.ladder = ladder or Ladder()
         self.level = 0
         self._keep_old = keep_old
-        self._implementation = implementation
+        self._implementation: Implementation | None = implementation
         self._threads = threads
         self._chunk_elements = chunk_elements
         self._compiled: dict[tuple[tuple[str, ...], int, bool], Callable[..., Any]] = {}
@@ -251,7 +251,8 @@ class Encoder:
         return self._compiled[key]
 
     def _site_function(self, site: Site, level: int, masked: bool) -> Callable[..., list[Encoded]]:
-        chosen: Implementation = self._implementation or implementation_for(site.sharding)
+        fixed = self._implementation
+        chosen = implementation_for(site.sharding) if fixed is None else fixed
         threads = self._threads or default_threads(site.sharding)
         windows = self._chunks(site.path)
         keep_old = self._keep_old and not masked
