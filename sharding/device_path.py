@@ -87,15 +87,14 @@ class DevicePath:
         What a program makes the first time is compared with plain copies in host memory: compilers have read
         wrong elements here (`device_words`). `DeviceCopyError` if it differs.
         """
-        sources = {name: {d.id: s for d, s in apart(a).items()} for name, a in arrays.items()}
+        sources = {(d.id, name): s for name, a in arrays.items() for d, s in apart(a).items()}
         last = {n: i for i, b in enumerate(self._batches) for g in b.gathers for row in g.names for n in row}
         made = self._empty_shards()
         waiting: list[Any] = []
         for i, batch in enumerate(self._batches):
             fresh = self._wave(batch.gathers, batch.scatters, sources, old)
             if batch.inner_gathers:
-                inner = {path: {d: s for (d, p), s in fresh.items() if p == path} for _, path in fresh}
-                fresh |= self._wave(batch.inner_gathers, batch.inner_scatters, inner, fresh)
+                fresh |= self._wave(batch.inner_gathers, batch.inner_scatters, fresh, fresh)
             if not batch.programs <= self._proved:
                 self._prove(batch, sources, fresh)
                 self._proved |= batch.programs
@@ -106,7 +105,7 @@ class DevicePath:
             if done is not None:
                 jax.block_until_ready(waiting)
                 for name in [n for n, at in last.items() if at == i]:
-                    del sources[name]
+                    sources = {key: shard for key, shard in sources.items() if key[1] != name}
                     done(name)
         return made
 
@@ -143,16 +142,11 @@ class DevicePath:
             *self._groups(inner, self._plan.target, {d: tuple(names) for d, names in handed_on.items()}),
         )
 
-    def _prove(
-        self, batch: _Batch, sources: Mapping[str, Mapping[int, Any]], made: Mapping[Key, Any]
-    ) -> None:
+    def _prove(self, batch: _Batch, sources: Mapping[Key, Any], made: Mapping[Key, Any]) -> None:
         outer, inner = self._copies(batch.paths)
-        views = dict[Key, Any]()
-        for c in outer:
-            key = c.source_device, c.source_path
-            if key not in views:
-                held = self._constants if c.source_device == CONSTANT_DEVICE else None
-                views[key] = held[key[1]] if held is not None else np.asarray(sources[key[1]][key[0]])
+        fixed = {(CONSTANT_DEVICE, name): value for name, value in self._constants.items()}
+        used = {(c.source_device, c.source_path) for c in outer}
+        views = fixed | {key: np.asarray(sources[key]) for key in used - set(fixed)}
         want = {key: np.zeros(shard.shape, shard.dtype) for key, shard in made.items()}
         CopyTable.direct(outer).execute(views, want)
         CopyTable.direct(inner).execute(want, want)
@@ -174,12 +168,12 @@ class DevicePath:
         return groups(gathers, self._devices, {}), groups(scatters, self._devices, self._constants)
 
     def _wave(
-        self, gathers: Sequence[Group], scatters: Sequence[Group], sources: Mapping[str, Mapping[int, Any]],
+        self, gathers: Sequence[Group], scatters: Sequence[Group], sources: Mapping[Key, Any],
         old: Mapping[Key, Any] | None,
     ) -> dict[Key, Any]:  # fmt: skip
         sent: dict[tuple[int, int], Any] = {}
         for g in gathers:
-            inputs = [_column(g, k, lambda d, n: sources[n][d]) for k in range(len(g.shape.arrays))]
+            inputs = [_column(g, k, sources) for k in range(len(g.shape.arrays))]
             for k, buffer in enumerate(g.program(g.starts, *inputs)):
                 pieces = apart(buffer)
                 sent |= {(d.id, g.peers[i][k]): pieces[d] for i, d in enumerate(g.devices)}
@@ -191,7 +185,7 @@ class DevicePath:
             if old is None:
                 outs = g.program(g.starts, *buffers, *g.constants)
             else:
-                over = [_column(g, k, lambda d, n: old[d, n]) for k in range(len(g.shape.arrays))]
+                over = [_column(g, k, old) for k in range(len(g.shape.arrays))]
                 outs = g.program_over_old(g.starts, *buffers, *g.constants, *over)
             for k, out in enumerate(outs):
                 pieces = apart(out)
@@ -199,10 +193,10 @@ class DevicePath:
         return made
 
 
-def _column(group: Group, k: int, shard: Callable[[int, str], Any]) -> Any:
+def _column(group: Group, k: int, shards: Mapping[Key, Any]) -> Any:
     """Shard number k of every device of a group, as one array."""
     shape = group.shape.arrays[k][0]
-    row = [shard(d.id, names[k]) for d, names in zip(group.devices, group.names, strict=True)]
+    row = [shards[d.id, names[k]] for d, names in zip(group.devices, group.names, strict=True)]
     return together(group.devices, shape, row)
 
 
