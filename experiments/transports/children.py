@@ -18,14 +18,19 @@ STEP_LIMIT_S = 300.0
 INSTALL_LIMIT_S = 900.0
 
 
+class ChildError(Exception):
+    """A process ended or fell silent."""
+
+
 class Child:
     """A process; ``ask`` sends it a line and waits for its answer. ``close()`` ends it."""
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
         self.name = Path(command[1]).stem
         self._log = log.open("ab")
+        env = {**os.environ, "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=env
         )
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -44,15 +49,19 @@ class Child:
         self._process.stdin.flush()
 
     def answer(self, timeout_s: float = STEP_LIMIT_S) -> dict[str, Any]:
-        """Its next line; SystemExit when it ended or is too slow."""
+        """Its next line; ChildError when it ended or is too slow."""
         try:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
-            raise SystemExit(f"{self.name} said nothing for {timeout_s:g} s; see {self._log.name}") from None
+            raise ChildError(f"{self.name} said nothing for {timeout_s:g} s") from None
         if not line:
-            raise SystemExit(f"{self.name} ended with {self._process.wait(10)}; see {self._log.name}")
+            raise ChildError(f"{self.name} ended with {self._process.wait(10)}: {self._last_words()}")
         found: dict[str, Any] = json.loads(line)
         return found
+
+    def _last_words(self) -> str:
+        lines = Path(self._log.name).read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "no word of it"
 
     def ask(self, **command: Any) -> dict[str, Any]:
         """`tell`, then `answer`."""
@@ -94,20 +103,3 @@ def environment(folder: Path, name: str, requirements: Sequence[Sequence[str]]) 
             raise OSError(f"pip install {' '.join(arguments)}: {lines[-1]}")
     stamp.write_text(wanted)
     return python
-
-
-def run_peer(python: Path | str, script: str, options: dict[str, Any], log: Path) -> dict[str, Any]:
-    """The last JSON line of a peer's program. OSError says why there is none."""
-    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with log.open("ab") as errors:
-        done = subprocess.run(
-            [str(python), str(HERE / "peers" / script), json.dumps(options)],
-            stdout=subprocess.PIPE, stderr=errors, text=True, timeout=STEP_LIMIT_S, env=env,
-        )  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        raise OSError(f"{script} ended with {done.returncode}; see {log}")
-    found: dict[str, Any] = json.loads(lines[-1])
-    if found.get("good") is False:
-        raise OSError(f"{script}: other bytes arrived than were sent")
-    return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from children import Child, environment, run_peer
+from children import Child, ChildError, environment
 
 from jaxrl_sync.transfer import auth
 from jaxrl_sync.transfer.hub.server import run_hub
@@ -43,6 +44,7 @@ LABELS = {
     "jax-transfer": "jax.experimental.transfer",
 }  # fmt: skip
 
+FLOORS = {"shm": "memcpy", "tcp": "stream"}
 Row = dict[str, Any]
 
 
@@ -58,21 +60,32 @@ def main() -> int:
         "--envs", type=Path, default=HERE.parents[1] / ".venv-bench", help="where peers are installed"
     )
     options = parser.parse_args()
-    row = measure(options, options.only.split(","))
-    with ROWS.open("a", encoding="utf8") as file:
-        file.write(json.dumps(row) + "\n")
-    show(row)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped: what was measured is recorded"))
+    row: Row = {}
+    try:
+        measure(options, options.only.split(","), row)
+    finally:
+        if row.get("seconds"):
+            with ROWS.open("a", encoding="utf8") as file:
+                file.write(json.dumps(row) + "\n")
+            show(row)
     return verdict(row)
 
 
-def measure(options: argparse.Namespace, only: list[str]) -> Row:
+def measure(options: argparse.Namespace, only: list[str], row: Row) -> None:
     """Everything in one run, one system after the other, each floor in turn with what it is a floor for."""
     sys.path.insert(0, str(HERE))
     import w1
 
     size = w1.total_bytes(options.scale)
-    row: Row = {"commit": _commit(), "bytes": size, "scale": options.scale, "repeats": options.repeats}
-    row |= {"threads": options.threads, "connections": options.connections, "seconds": {}, "missing": {}}
+    row |= {"commit": _commit(), "bytes": size, "scale": options.scale, "repeats": options.repeats}
+    row |= {
+        "threads": options.threads,
+        "connections": options.connections,
+        "seconds": {},
+        "missing": {},
+        "floors": {},
+    }
     with tempfile.TemporaryDirectory(prefix="jaxrl-sync-bench-") as folder:
         place = Path(folder)
         for transport in ("shm", "tcp"):
@@ -81,7 +94,6 @@ def measure(options: argparse.Namespace, only: list[str]) -> Row:
         for name in PEERS:
             if name in only:
                 peer(name, options, size, place, row)
-    return row
 
 
 def ours(transport: str, options: argparse.Namespace, size: int, place: Path, seconds: Row) -> Row:
@@ -169,17 +181,30 @@ def rounds(trainer: Child, engine: Child, floor: Callable[[], float], repeats: i
 def peer(name: str, options: argparse.Namespace, size: int, place: Path, row: Row) -> None:
     """One peer in its own environment; what can't be had is recorded with its reason."""
     script, requirements, extra = PEERS[name]
-    told = {"bytes": size, "scale": options.scale, "repeats": options.repeats, **extra}
+    told = {"bytes": size, "scale": options.scale, **extra}
+    base = {"bytes": size, "threads": options.threads, "connections": options.connections}
+    pace = "tcp" if name.endswith("-tcp") else "shm"
     try:
-        python = (
-            environment(options.envs, name.split("-")[0], requirements) if requirements else sys.executable
-        )
-        found = run_peer(python, script, told, place / LOG)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        python = Path(sys.executable)
+        if requirements:
+            python = environment(options.envs, name.split("-")[0], requirements)
+        program = [str(python), str(HERE / "peers" / script), json.dumps(told)]
+        with Child(program, place / f"{name}.log") as child:
+            version = child.answer()["version"]
+            floors, floor = start_floor(pace, base, place / LOG)
+            try:
+                pairs = [(floor(), float(child.ask()["seconds"])) for _ in range(options.repeats + 2)][2:]
+            finally:
+                for one in floors:
+                    one.close()
+            if name != "ray" and not child.ask(check=1)["good"]:
+                raise ChildError("other bytes arrived than were sent")
+    except (OSError, ChildError, subprocess.TimeoutExpired) as error:
         row["missing"][name] = str(error)
         return
-    row["seconds"][name] = found["seconds"]
-    row.setdefault("versions", {})[name] = found["version"]
+    row["floors"][name] = [floor_s for floor_s, _ in pairs]
+    row["seconds"][name] = [seconds for _, seconds in pairs]
+    row.setdefault("versions", {})[name] = version
 
 
 def median(row: Row, name: str) -> float | None:
@@ -203,6 +228,15 @@ def show(row: Row) -> None:
             print(f"  {name}: " + ", ".join(f"{k} {v:.2f} ms" for k, v in parts.items()))
 
 
+def paced(row: Row, name: str, floor: str) -> float:
+    """Median of a system's times over those of the floor that took turns with it.
+
+    The load on the machine during one system's turn is not that during another's; the floor has it too.
+    """
+    floors = row["floors"].get(name) or row["seconds"][floor]
+    return statistics.median(s / f for s, f in zip(row["seconds"][name], floors, strict=True))
+
+
 def verdict(row: Row) -> int:
     """The claims, each with its ratio; 1 if one that can be checked doesn't hold."""
     claims = [
@@ -218,7 +252,12 @@ def verdict(row: Row) -> int:
         theirs = [s for s in (median(row, other) for other in others) if s is not None]
         if mine is None or not theirs:
             continue
-        ratio = mine / min(theirs) if at_most else min(theirs) / mine
+        floor = FLOORS[name]
+        if others == [floor]:
+            ratio = mine / min(theirs) if at_most else min(theirs) / mine
+        else:
+            ratio = min(paced(row, other, floor) for other in others if other in row["seconds"])
+            ratio /= paced(row, name, floor)
         good = ratio <= limit if at_most else ratio >= limit
         failed += not good
         print(

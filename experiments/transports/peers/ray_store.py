@@ -1,4 +1,4 @@
-"""Ray's object store: an actor puts the bytes, another gets and copies them: JSON line of seconds."""
+"""Ray's object store: an actor puts the bytes, another gets and copies them: JSON lines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Holder:
 
 
 def main() -> None:
-    """One warm-up, then the repeats."""
+    """Per line on stdin one repetition."""
     options = json.loads(sys.argv[1])
     size = options["bytes"]
     ray.init(
@@ -37,14 +37,13 @@ def main() -> None:
         logging_level="ERROR", log_to_driver=False,
     )  # fmt: skip
     sender, receiver = Holder.remote(size), Holder.remote(size)
-    seconds = []
-    for _ in range(options["repeats"] + 2):
+    print(json.dumps({"version": ray.__version__}), flush=True)
+    for _ in sys.stdin:
         start = time.monotonic()
         refs = ray.get(sender.put.remote())
         ray.get(receiver.take.remote(refs))
-        seconds.append(time.monotonic() - start)
+        print(json.dumps({"seconds": time.monotonic() - start}), flush=True)
         del refs
-    print(json.dumps({"seconds": seconds[2:], "version": ray.__version__}), flush=True)
     ray.shutdown()
 
 
