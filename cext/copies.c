@@ -1,8 +1,7 @@
 /* Strided copies. Long rows go out by streaming stores, which spare the read of the destination line; two
  * crossed strides (a transpose) are walked in square tiles, so that each cache line is used whole. Rows that lie
  * side by side in one source buffer form a gang and are copied together: reads are then long, and only writes
- * are short, which costs streaming stores nothing. Far apart places are copied in turns, because one sequential
- * stream does not keep the memory busy. */
+ * are short, which costs streaming stores nothing. A long run is copied at several places in turns. */
 #include "kernels.h"
 
 #include <string.h>
@@ -17,7 +16,7 @@
 #define TILE 32
 #define STREAM_ALIGNED 128   /* shortest 32-byte aligned row worth streaming, bytes */
 #define STREAM_UNALIGNED 4096
-#define LANES 4              /* places of one table entry that are copied in turns */
+#define LANES 4              /* places of one long run that are copied in turns */
 #define PIECE 512            /* bytes of a turn */
 #define LINE 64
 
@@ -96,87 +95,62 @@ DEFINE_TILES(tiles_4, 4)
 DEFINE_TILES(tiles_8, 8)
 DEFINE_TILES(tiles_16, 16)
 
-/* Where one lane stands: an index of the entry's shape, and the addresses of that row for each member. */
-typedef struct {
-    int64_t at[MAX_DIMS];
-    const char *from[MAX_GANG];
-    char *to[MAX_GANG];
-} lane;
-
-static void lane_start(lane *l, const copy_entry *e, int gang, const uintptr_t *sources, const uintptr_t *targets,
-                       int64_t row)
-{
-    for (int g = 0; g < gang; g++) {
-        l->from[g] = (const char *)sources[e[g].source] + e[g].source_offset;
-        l->to[g] = (char *)targets[e[g].target] + e[g].target_offset;
-    }
-    for (int64_t d = e->ndim - 1; d >= 0; d--) {
-        l->at[d] = row % e->shape[d];
-        row /= e->shape[d];
-        for (int g = 0; g < gang; g++) {
-            l->from[g] += l->at[d] * e[g].source_stride[d];
-            l->to[g] += l->at[d] * e[g].target_stride[d];
-        }
-    }
-}
-
-static void lane_step(lane *l, const copy_entry *e, int gang)
-{
-    for (int64_t d = e->ndim - 1; d >= 0; d--) {
-        int64_t back = ++l->at[d] < e->shape[d] ? 0 : e->shape[d];
-        for (int g = 0; g < gang; g++) {
-            l->from[g] += e[g].source_stride[d] * (1 - back);
-            l->to[g] += e[g].target_stride[d] * (1 - back);
-        }
-        if (back == 0)
-            return;
-        l->at[d] = 0;
-    }
-}
-
 /* Piece `j` of `pieces` of one row of every member; borders lie at whole cache lines of the target. */
-static void copy_piece(const lane *l, int gang, int64_t run, int64_t j, int64_t pieces, int streaming)
+static void copy_piece(char *const *to, const char *const *from, int gang, int64_t run, int64_t j, int64_t pieces,
+                       int streaming)
 {
     for (int g = 0; g < gang; g++) {
-        int64_t shift = -(int64_t)(uintptr_t)l->to[g] & (LINE - 1);
+        int64_t shift = -(int64_t)(uintptr_t)to[g] & (LINE - 1);
         int64_t low = j == 0 ? 0 : j * PIECE + shift;
         int64_t high = j == pieces - 1 ? run : (j + 1) * PIECE + shift;
-        copy_run(l->to[g] + low, l->from[g] + low, high - low, streaming);
+        copy_run(to[g] + low, from[g] + low, high - low, streaming);
     }
 }
 
-/* Rows of an entry and the members of its gang. Short rows go one after the other, so that a line of the target
- * that two of them share is written while it is at hand. */
+/* One long run of every member, at LANES places in turns. */
+static void copy_in_turns(char *const *to, const char *const *from, int gang, int64_t run, int streaming)
+{
+    int64_t pieces = run < LANES * PIECE + LINE ? 1 : (run - LINE) / PIECE, stretch = pieces / LANES;
+    for (int64_t i = 0; i < stretch; i++)
+        for (int64_t k = 0; k < LANES; k++)
+            copy_piece(to, from, gang, run, k * stretch + i, pieces, streaming);
+    for (int64_t j = LANES * stretch; j < pieces; j++)
+        copy_piece(to, from, gang, run, j, pieces, streaming);
+}
+
+/* The rows of an entry and of the members of its gang, one after the other: a line of a target that two rows
+ * share is written while it is at hand. */
 static void copy_rows(const copy_entry *e, int gang, const uintptr_t *sources, const uintptr_t *targets,
                       int streaming)
 {
-    int64_t rows = 1, pieces = e->run < 2 * PIECE + LINE ? 1 : (e->run - LINE) / PIECE;
-    for (int64_t d = 0; d < e->ndim; d++)
-        rows *= e->shape[d];
-    if (rows <= 0 || e->run <= 0)
+    const char *from[MAX_GANG];
+    char *to[MAX_GANG];
+    int64_t at[MAX_DIMS] = {0}, d;
+    for (d = 0; d < e->ndim; d++)
+        if (e->shape[d] <= 0)
+            return;
+    for (int g = 0; g < gang; g++) {
+        from[g] = (const char *)sources[e[g].source] + e[g].source_offset;
+        to[g] = (char *)targets[e[g].target] + e[g].target_offset;
+    }
+    if (e->ndim == 0) {
+        copy_in_turns(to, from, gang, e->run, streaming);
         return;
-    int lanes = rows >= LANES && e->run >= PIECE / 2 ? LANES : 1;
-    int64_t each = rows / lanes;
-    lane at[LANES];
-    for (int k = 0; k < lanes; k++)
-        lane_start(&at[k], e, gang, sources, targets, k * each);
-    for (int64_t i = 0; i < each; i++) {
-        int64_t turns = lanes == 1 ? LANES : 1, stretch = pieces / turns;
-        for (int64_t j = 0; j < stretch; j++)
-            for (int k = 0; k < lanes; k++)
-                for (int64_t t = 0; t < turns; t++)
-                    copy_piece(&at[k], gang, e->run, t * stretch + j, pieces, streaming);
-        for (int64_t j = turns * stretch; j < pieces; j++)
-            for (int k = 0; k < lanes; k++)
-                copy_piece(&at[k], gang, e->run, j, pieces, streaming);
-        for (int k = 0; k < lanes; k++)
-            lane_step(&at[k], e, gang);
     }
-    for (int64_t i = lanes * each; i < rows; i++) {
-        lane_start(&at[0], e, gang, sources, targets, i);
-        for (int64_t j = 0; j < pieces; j++)
-            copy_piece(&at[0], gang, e->run, j, pieces, streaming);
-    }
+    do {
+        for (int g = 0; g < gang; g++)
+            copy_run(to[g], from[g], e->run, streaming);
+        for (d = e->ndim - 1; d >= 0; d--) {
+            int64_t back = ++at[d] < e->shape[d] ? 0 : e->shape[d];
+            for (int g = 0; g < gang; g++) {
+                from[g] += e[g].source_stride[d] * (1 - back);
+                to[g] += e[g].target_stride[d] * (1 - back);
+            }
+            if (back == 0)
+                break;
+            at[d] = 0;
+        }
+    } while (d >= 0);
 }
 
 /* One element of 1, 2, 4, 8 or 16 bytes per index: the two inner axes in tiles, the others by an odometer. */

@@ -2,35 +2,6 @@
  * row finds it in the L1 cache, so that a sender's digest costs arithmetic and no memory traffic. */
 #include "kernels.h"
 
-#define LANES 4 /* rows far apart, copied in turns: see copies.c */
-
-/* Where one lane stands: an index of the outer axes, its place on each side and its position. */
-typedef struct {
-    int64_t at[MAX_DIMS];
-    const char *from;
-    char *to;
-    int64_t row, column;
-} lane;
-
-static void lane_move(lane *l, const summed_entry *e, int64_t d, int64_t steps)
-{
-    l->from += steps * e->source_stride[d];
-    l->to += steps * e->target_stride[d];
-    l->row += steps * e->row_stride[d];
-    l->column += steps * e->column_stride[d];
-}
-
-static void lane_step(lane *l, const summed_entry *e)
-{
-    for (int64_t d = e->ndim - 2; d >= 0; d--) {
-        lane_move(l, e, d, 1);
-        if (++l->at[d] < e->shape[d])
-            return;
-        lane_move(l, e, d, -e->shape[d]);
-        l->at[d] = 0;
-    }
-}
-
 typedef struct {
     const summed_entry *entries;
     const uintptr_t *sources, *targets;
@@ -42,37 +13,27 @@ typedef struct {
 static void copy_tile(const summed_job *job, const summed_entry *e, int64_t j0, int64_t n, uint32_t total[2])
 {
     uint32_t k0[KEY_TILE], k1[KEY_TILE];
-    int64_t rows = 1, moving = 0, last = e->ndim - 1, bytes = n * e->itemsize;
-    for (int64_t d = 0; d < last; d++) {
-        rows *= e->shape[d];
-        moving |= e->column_stride[d];
-    }
-    int lanes = rows >= LANES && !moving ? LANES : 1;
-    int64_t each = rows / lanes, keyed = e->column + j0 * e->column_stride[last];
-    lane at[LANES + 1];
-    for (int k = 0; k <= lanes; k++) {
-        int64_t row = k * each;
-        at[k] = (lane){.from = (const char *)job->sources[e->source] + e->source_offset + j0 * e->itemsize,
-                       .to = (char *)job->targets[e->target] + e->target_offset + j0 * e->itemsize,
-                       .row = e->row,
-                       .column = keyed};
-        for (int64_t d = last - 1; d >= 0; d--) {
-            at[k].at[d] = row % e->shape[d];
-            lane_move(&at[k], e, d, at[k].at[d]);
-            row /= e->shape[d];
-        }
-    }
+    int64_t last = e->ndim - 1, at[MAX_DIMS] = {0}, d;
+    const char *from = (const char *)job->sources[e->source] + e->source_offset + j0 * e->itemsize;
+    char *to = (char *)job->targets[e->target] + e->target_offset + j0 * e->itemsize;
+    int64_t row = e->row, column = e->column + j0 * e->column_stride[last], keyed = column;
     column_keys(k0, k1, keyed, e->column_stride[last], n);
-    /* The rows that the lanes leave over are those of lane number `lanes`. */
-    for (int64_t i = 0; i < each + rows % lanes; i++)
-        for (int k = i < each ? 0 : lanes; k < (i < each ? lanes : lanes + 1); k++) {
-            lane *l = &at[k];
-            if (l->column != keyed)
-                column_keys(k0, k1, keyed = l->column, e->column_stride[last], n);
-            sum_contiguous(l->from, n, e->itemsize, l->row, k0, k1, total);
-            copy_run(l->to, l->from, bytes, job->streaming);
-            lane_step(l, e);
+    do {
+        if (column != keyed)
+            column_keys(k0, k1, keyed = column, e->column_stride[last], n);
+        sum_contiguous(from, n, e->itemsize, row, k0, k1, total);
+        copy_run(to, from, n * e->itemsize, job->streaming);
+        for (d = last - 1; d >= 0; d--) {
+            int64_t back = ++at[d] < e->shape[d] ? 0 : e->shape[d];
+            from += e->source_stride[d] * (1 - back);
+            to += e->target_stride[d] * (1 - back);
+            row += e->row_stride[d] * (1 - back);
+            column += e->column_stride[d] * (1 - back);
+            if (back == 0)
+                break;
+            at[d] = 0;
         }
+    } while (d >= 0);
 }
 
 static void copy_and_sum(void *state, int64_t index)
