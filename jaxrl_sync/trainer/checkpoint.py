@@ -190,4 +190,5 @@ def _lasting(state: TrainState) -> TrainState:
     if jax.default_backend() != "cpu":
         return state
     copied: TrainState = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(state)
-    return jax.block_until_ready(copied)
+    jax.block_until_ready(copied)
+    return copied
