@@ -37,6 +37,8 @@ class EngineConfig:
     version_probe: the weights carry a version stamp per layer (``inference.probe``), and every forward pass
         reports the least and the greatest stamp it used.
     quantization: how the layers' matrices are held and travel; None leaves them in the engine's dtype.
+    adapters: LoRA adapters travel and stand beside their base matrices and are merged in every step; without
+        it the trainer merges them.
     seed: the run seed of the random keys.
     """
 
@@ -55,6 +57,7 @@ class EngineConfig:
     extras: tuple[str, ...] = ()
     version_probe: bool = False
     quantization: Quantization | None = None
+    adapters: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:

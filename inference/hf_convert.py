@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_sync.sharding.presets.lora import merged_kernel
+from jaxrl_sync.sharding.presets.quantized import matrix
 from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig
 
 Array = np.ndarray[Any, Any]
@@ -153,12 +155,20 @@ def _layer_block(layer: int, kind: str, box: Box, K: int, read: Read) -> Array:
 
 
 def from_engine(tree: Mapping[str, Any], cfg: DecoderConfig) -> Iterator[tuple[str, Array]]:
-    """Named tensors of an engine tree, one at a time. A KV head that groups share is taken once."""
+    """Named tensors of an engine tree, one at a time. A KV head that groups share is taken once.
+
+    Quantised matrices are widened, adapters merged; both then are float32.
+    """
+
+    def whole(leaf: Any) -> Array:
+        return np.asarray(matrix(leaf, np.float32, scale) if isinstance(leaf, dict) else leaf)
+
+    scale = cfg.lora.scale if cfg.lora else 0.0
     K, D, F = cfg.head_dim, cfg.d_model, cfg.d_ff
     yield EMBED, np.asarray(tree["embed"])
     for i in range(cfg.num_layers):
         layer, prefix = tree["layers"][str(i)], f"model.layers.{i}."
-        qkv_DxGxQxK = np.asarray(layer["qkv"])
+        qkv_DxGxQxK = whole(layer["qkv"])
         groups = qkv_DxGxQxK.shape[1]
         repeat = groups // cfg.num_kv_heads
         q = qkv_DxGxQxK[:, :, :-2].transpose(1, 2, 3, 0)
@@ -166,11 +176,11 @@ def from_engine(tree: Mapping[str, Any], cfg: DecoderConfig) -> Iterator[tuple[s
         for name, column in (("k", -2), ("v", -1)):
             per_head = qkv_DxGxQxK[:, ::repeat, column].transpose(1, 2, 0)
             yield f"{prefix}self_attn.{name}_proj.weight", per_head.reshape(cfg.num_kv_heads * K, D)
-        yield f"{prefix}self_attn.o_proj.weight", np.asarray(layer["o"]).reshape(cfg.num_heads * K, D).T
-        gate_up_Dx2xF = np.asarray(layer["gate_up"])
+        yield f"{prefix}self_attn.o_proj.weight", whole(layer["o"]).reshape(cfg.num_heads * K, D).T
+        gate_up_Dx2xF = whole(layer["gate_up"])
         yield f"{prefix}mlp.gate_proj.weight", gate_up_Dx2xF[:, 0].T.reshape(F, D)
         yield f"{prefix}mlp.up_proj.weight", gate_up_Dx2xF[:, 1].T.reshape(F, D)
-        yield f"{prefix}mlp.down_proj.weight", np.asarray(layer["down"]).T
+        yield f"{prefix}mlp.down_proj.weight", whole(layer["down"]).T
         for kind, name in _ENGINE_NORMS.items():
             if name in _QK_NAMES and not cfg.qk_norm:
                 continue
@@ -181,16 +191,18 @@ def from_engine(tree: Mapping[str, Any], cfg: DecoderConfig) -> Iterator[tuple[s
 
 
 def from_trainer(tree: Mapping[str, Any], cfg: DecoderConfig) -> Iterator[tuple[str, Array]]:
-    """Named tensors of a trainer tree, one at a time."""
+    """Named tensors of a trainer tree, one at a time; LoRA adapters are merged into their kernels."""
     yield EMBED, np.asarray(tree["embed"]["embedding"])
     for i in range(cfg.num_layers):
         for path, name in _LAYER_NAMES.items():
             if name in _QK_NAMES and not cfg.qk_norm:
                 continue
-            leaf: Any = tree["layers"]
-            for part in path.split("/"):
-                leaf = leaf[part]
-            yield f"model.layers.{i}.{name}", _named_layer(path, np.asarray(leaf[i]))
+            *modules, kind = path.split("/")
+            module: Any = tree["layers"]
+            for part in modules:
+                module = module[part]
+            leaf = merged_kernel(module, i, cfg.lora) if kind == "kernel" else module[kind][i]
+            yield f"model.layers.{i}.{name}", _named_layer(path, np.asarray(leaf))
     yield FINAL_NORM, np.asarray(tree["final_norm"]["scale"])
     if not cfg.tied_embeddings:
         yield HEAD, np.asarray(tree["lm_head"]["kernel"]).T

@@ -82,7 +82,7 @@ def decode_hidden(
             weights = _softmax(scores * cfg.head_dim**-0.5, seen_SxT[:, None, None, :]).astype(dtype)
             return jnp.einsum("sgqt,sgtk->sgqk", weights, values)
 
-        x_SxD = _block(params["layers"][str(i)], x_SxD, cos, sin, attention, cfg.norm_eps, axis)
+        x_SxD = _block(params["layers"][str(i)], x_SxD, cos, sin, attention, cfg, axis)
     return rms_norm(x_SxD, params["final_norm"], cfg.norm_eps), tuple(layers)
 
 
@@ -106,7 +106,7 @@ def prefill_hidden(
         return jnp.einsum("pgqtu,pugk->ptgqk", weights, v)
 
     for i in range(cfg.num_layers):
-        x_PxTxD = _block(params["layers"][str(i)], x_PxTxD, cos, sin, attention, cfg.norm_eps, axis)
+        x_PxTxD = _block(params["layers"][str(i)], x_PxTxD, cos, sin, attention, cfg, axis)
     return rms_norm(x_PxTxD, params["final_norm"], cfg.norm_eps), tuple(layers)
 
 
@@ -137,32 +137,39 @@ def logits(params: Params, cfg: DecoderConfig, token_PxT: jax.Array, dtype: jnp.
 
 
 def _block(
-    layer: Params, x: jax.Array, cos: jax.Array, sin: jax.Array, attend: Attend, eps: float, axis: Axis
+    layer: Params,
+    x: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    attend: Attend,
+    cfg: DecoderConfig,
+    axis: Axis,
 ) -> jax.Array:
     """One layer; ``attend(q [..., G, Q, K], k [..., G, K], v [..., G, K]) -> [..., G, Q, K]``."""
+    eps, scale = cfg.norm_eps, cfg.lora.scale if cfg.lora else 0.0
     h = rms_norm(x, layer["input_norm"], eps)
-    qkv = jnp.einsum("...d,dgck->...gck", h, matrix(layer["qkv"], x.dtype))
+    qkv = jnp.einsum("...d,dgck->...gck", h, matrix(layer["qkv"], x.dtype, scale))
     heads = qkv.shape[-2] - 2
     q, k = qkv[..., :heads, :], qkv[..., heads, :]
     if "q_norm" in layer:
         q, k = rms_norm(q, layer["q_norm"], eps), rms_norm(k, layer["k_norm"], eps)
     q, k = apply_rope(q, *_over(cos, sin, 2)), apply_rope(k, *_over(cos, sin, 1))
     out = attend(q, k, qkv[..., heads + 1, :])
-    x = x + _sum_over(axis, "...gqk,gqkd->...d", out, layer["o"])
+    x = x + _sum_over(axis, "...gqk,gqkd->...d", out, matrix(layer["o"], x.dtype, scale))
     h = rms_norm(x, layer["post_attn_norm"], eps)
-    gate_up = jnp.einsum("...d,dcf->...cf", h, matrix(layer["gate_up"], x.dtype))
+    gate_up = jnp.einsum("...d,dcf->...cf", h, matrix(layer["gate_up"], x.dtype, scale))
     h = jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
-    return x + _sum_over(axis, "...f,fd->...d", h, layer["down"])
+    return x + _sum_over(axis, "...f,fd->...d", h, matrix(layer["down"], x.dtype, scale))
 
 
-def _sum_over(axis: Axis, subscripts: str, x: jax.Array, kernel: Any) -> jax.Array:
+def _sum_over(axis: Axis, subscripts: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
     """A product whose contraction runs over ``axis``: float32 partial sums, an all-reduce, then x's dtype."""
     part = _float32(subscripts, x, kernel)
     return (part if axis is None else jax.lax.psum(part, axis)).astype(x.dtype)
 
 
-def _float32(subscripts: str, x: jax.Array, kernel: Any) -> jax.Array:
-    return jnp.einsum(subscripts, x, matrix(kernel, x.dtype), preferred_element_type=jnp.float32)
+def _float32(subscripts: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jnp.einsum(subscripts, x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
 
 
 def _over(cos: jax.Array, sin: jax.Array, dims: int) -> tuple[jax.Array, jax.Array]:

@@ -113,7 +113,9 @@ def run(
 
 def engine_convert(model: DecoderConfig, config: EngineConfig, tp: int, dtype: str) -> Callable[[Any], Any]:
     """The function from the trainer's tree to this engine's tree; the trainer is given the same one."""
-    convert: Callable[[Any], Any] = functools.partial(qwen3.convert, cfg=model, tp=tp, dtype=np.dtype(dtype))
+    convert: Callable[[Any], Any] = functools.partial(
+        qwen3.convert, cfg=model, tp=tp, dtype=np.dtype(dtype), adapters=config.adapters
+    )
     if config.quantization is not None:
         convert = quantized_convert(convert, config.quantization, tp)
     return probe.stamped_convert(convert) if config.version_probe else convert

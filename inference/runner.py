@@ -28,7 +28,7 @@ class TreeMismatchError(EngineError, ValueError):
 
 def target_tree(cfg: DecoderConfig, config: EngineConfig, mesh: Mesh, dtype: Any, axis: str = "tp") -> Any:
     """The abstract tree, shardings included, that this engine installs: a subscriber's target."""
-    tree = engine_abstract(cfg, mesh, dtype, axis)
+    tree = engine_abstract(cfg, mesh, dtype, axis, config.adapters)
     if config.quantization is not None:
         tree = quantized_abstract(tree, config.quantization, mesh.shape[axis])
     return probe.stamped_abstract(tree, mesh) if config.version_probe else tree

@@ -100,7 +100,7 @@ def state_specs(cfg: DecoderConfig, axis: str) -> DeviceState:
 @functools.lru_cache(maxsize=16)
 def step_functions(cfg: DecoderConfig, config: EngineConfig, mesh: Mesh, axis: str) -> StepFunctions:
     """The jitted prefill and decode; engines of one shape in one process share them, compiled."""
-    specs = engine_specs(cfg, axis)
+    specs = engine_specs(cfg, axis, config.adapters)
     if config.quantization is not None:
         specs = quantized_specs(specs)
     if config.version_probe:
@@ -120,6 +120,7 @@ def compiled_part(config: EngineConfig) -> EngineConfig:
         extras=config.extras,
         version_probe=config.version_probe,
         quantization=config.quantization,
+        adapters=config.adapters,
     )
 
 

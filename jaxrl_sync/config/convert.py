@@ -21,11 +21,16 @@ if TYPE_CHECKING:
 
 def to_decoder(config: RunConfig) -> DecoderConfig:
     """The decoder's shape."""
+    from jaxrl_sync.sharding.presets.lora import Lora
     from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig, RopeScaling
 
-    scaling = config.model.rope_scaling
-    fields = config.model.model_dump(exclude={"checkpoint", "tokenizer", "rope_scaling"})
-    return DecoderConfig(**fields, rope_scaling=RopeScaling(**scaling.model_dump()) if scaling else None)
+    scaling, lora = config.model.rope_scaling, config.model.lora
+    fields = config.model.model_dump(exclude={"checkpoint", "tokenizer", "rope_scaling", "lora"})
+    return DecoderConfig(
+        **fields,
+        rope_scaling=RopeScaling(**scaling.model_dump()) if scaling else None,
+        lora=Lora(lora.rank, lora.alpha, lora.paths) if lora else None,
+    )
 
 
 def to_engine(config: RunConfig) -> EngineConfig:
@@ -49,6 +54,7 @@ def to_engine(config: RunConfig) -> EngineConfig:
         extras=e.extras,
         version_probe=e.version_probe,
         quantization=None if e.weights == "plain" else Quantization(e.weights, e.weight_blocks),
+        adapters=config.model.lora is not None and e.adapters == "beside",
         seed=config.run.seed,
     )
 

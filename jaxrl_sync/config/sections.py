@@ -7,7 +7,7 @@ quoted number is not a number).
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -61,6 +61,23 @@ class RopeScalingTable(Section):
     original_max_position: Positive
 
 
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class LoraTable(Section):
+    """Low-rank adapters (arXiv 2106.09685): they alone are trained, the model's own weights stay."""
+
+    rank: Positive
+    alpha: Annotated[float, Field(gt=0)]
+    targets: Annotated[tuple[Projection, ...], Field(strict=False, min_length=1)] = get_args(Projection)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Paths below ``layers/`` of the adapted projections."""
+        mlp = ("gate_proj", "up_proj", "down_proj")
+        return tuple(("mlp/" if t in mlp else "attn/") + t for t in dict.fromkeys(self.targets))
+
+
 class ModelSection(Section):
     """Shape of the decoder; see ``jaxrl_sync.sharding.presets.qwen3.DecoderConfig``."""
 
@@ -78,6 +95,7 @@ class ModelSection(Section):
     """Queries and keys are normalised per head (Qwen3); false: Llama's attention."""
     rope_scaling: RopeScalingTable | None = None
     """Llama 3's stretched RoPE."""
+    lora: LoraTable | None = None
     checkpoint: str | None = None
     """Folder with safetensors weights that the trainer starts from; random weights without."""
     tokenizer: str | None = None
@@ -257,6 +275,9 @@ class EngineSection(RoleSection):
     scale per block, quantised by the trainer from the value in ``dtype``."""
     weight_blocks: Literal["128x128", "1x128"] = "128x128"
     """Blocks of quantised matrices: square, or 128 along the contraction for each output."""
+    adapters: Literal["merged", "beside"] = "merged"
+    """Where ``model.lora`` is merged: by the trainer, before weights travel, or by the engine in every step;
+    then from one version to the next only adapters change, and with a sparse payload only they travel."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     slots: Positive = 64
     """Samples decoded at once; a multiple of the replica's devices."""

@@ -24,6 +24,7 @@ RULES: dict[str, MeshAxes] = {
     "ff": "tp",
     "vocab": "tp",
     "norm": None,
+    "rank": None,
     "batch": ("dp", "fsdp"),
     "seq": None,
     "features": None,

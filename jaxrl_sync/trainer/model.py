@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxrl_sync.sharding.presets.lora import Lora
 from jaxrl_sync.sharding.presets.qwen3 import TRAINER_AXES, DecoderConfig
 from jaxrl_sync.trainer.axes import Tree, constrain
 from jaxrl_sync.trainer.config import TrainerConfig
@@ -27,8 +28,18 @@ _MASKED = -1e30  # finite, so that a row of padding has a softmax and no NaN
 class Kernel(nnx.Module):
     """One projection."""
 
-    def __init__(self, shape: tuple[int, ...], std: float, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], std: float, rngs: nnx.Rngs, lora: Lora | None = None, inner: int = 1
+    ) -> None:
+        """With ``lora``, ``shape`` has the layer dimension first, then ``inner`` contracted ones."""
         self.kernel = nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32))
+        self.lora_scale = lora.scale if lora else 0.0
+        if lora:
+            layers, rows, columns = shape[0], shape[1 : 1 + inner], shape[1 + inner :]
+            spread = math.prod(rows) ** -0.5
+            drawn = jax.random.normal(rngs.params(), (layers, *rows, lora.rank), jnp.float32)
+            self.lora_a = nnx.Param(spread * drawn)
+            self.lora_b = nnx.Param(jnp.zeros((layers, lora.rank, *columns), jnp.float32))
 
     def __call__(self, x: jax.Array, out_dims: int = 1) -> jax.Array:
         """Contract the last dimensions of ``x`` with the first of the kernel, of which ``out_dims`` stay.
@@ -39,8 +50,17 @@ class Kernel(nnx.Module):
         kernel = self.kernel[...]
         inner, outer = kernel.shape[:-out_dims], kernel.shape[-out_dims:]
         lead = x.shape[: x.ndim - len(inner)]
-        flat = x.reshape(-1, math.prod(inner)) @ kernel.reshape(math.prod(inner), math.prod(outer))
+        rows = x.reshape(-1, math.prod(inner))
+        flat = rows @ kernel.reshape(math.prod(inner), math.prod(outer))
+        if self.lora_scale:
+            rank = self.lora_b[...].shape[0]
+            low = rows @ self.lora_a[...].reshape(-1, rank)
+            flat = flat + self.lora_scale * (low @ self.lora_b[...].reshape(rank, -1))
         return flat.reshape(*lead, *outer)
+
+
+def _lora(cfg: DecoderConfig, target: str) -> Lora | None:
+    return cfg.lora if cfg.lora and target in cfg.lora.targets else None
 
 
 class RMSNorm(nnx.Module):
@@ -61,10 +81,10 @@ class Attention(nnx.Module):
 
     def __init__(self, cfg: DecoderConfig, std: float, rngs: nnx.Rngs) -> None:
         L, D, H, N, K = cfg.num_layers, cfg.d_model, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
-        self.q_proj = Kernel((L, D, H, K), std, rngs)
-        self.k_proj = Kernel((L, D, N, K), std, rngs)
-        self.v_proj = Kernel((L, D, N, K), std, rngs)
-        self.o_proj = Kernel((L, H, K, D), std, rngs)
+        self.q_proj = Kernel((L, D, H, K), std, rngs, _lora(cfg, "attn/q_proj"))
+        self.k_proj = Kernel((L, D, N, K), std, rngs, _lora(cfg, "attn/k_proj"))
+        self.v_proj = Kernel((L, D, N, K), std, rngs, _lora(cfg, "attn/v_proj"))
+        self.o_proj = Kernel((L, H, K, D), std, rngs, _lora(cfg, "attn/o_proj"), inner=2)
         self.normed = cfg.qk_norm
         if self.normed:
             self.q_norm = RMSNorm((L, K), cfg.norm_eps)
@@ -96,9 +116,9 @@ class FeedForward(nnx.Module):
 
     def __init__(self, cfg: DecoderConfig, std: float, rngs: nnx.Rngs) -> None:
         L, D, F = cfg.num_layers, cfg.d_model, cfg.d_ff
-        self.gate_proj = Kernel((L, D, F), std, rngs)
-        self.up_proj = Kernel((L, D, F), std, rngs)
-        self.down_proj = Kernel((L, F, D), std, rngs)
+        self.gate_proj = Kernel((L, D, F), std, rngs, _lora(cfg, "mlp/gate_proj"))
+        self.up_proj = Kernel((L, D, F), std, rngs, _lora(cfg, "mlp/up_proj"))
+        self.down_proj = Kernel((L, F, D), std, rngs, _lora(cfg, "mlp/down_proj"))
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         return self.down_proj(jax.nn.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))

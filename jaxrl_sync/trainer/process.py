@@ -35,6 +35,7 @@ from jaxrl_sync.trainer.config import OptimizerConfig, validate_loss
 from jaxrl_sync.trainer.settings import loss_config, trainer_config
 from jaxrl_sync.trainer.sft import supervised
 from jaxrl_sync.trainer.state import TrainState
+from jaxrl_sync.trainer.trained import frozen, with_fresh_adapters
 from jaxrl_sync.trainer.trainer import Trainer
 from jaxrl_sync.trainer.world import World, WorldError
 from jaxrl_sync.transfer import auth
@@ -136,7 +137,9 @@ def _first_state(
         state = train_state.create(model, settings, mesh, config.run.seed)
     else:
         wanted = train_state.abstract(model, settings, mesh).params
-        params = load_trainer(Path(config.model.checkpoint), model, wanted)
+        params = load_trainer(Path(config.model.checkpoint), model, frozen(wanted, model) or wanted)
+        if model.lora is not None:
+            params = with_fresh_adapters(params, model, settings, mesh, config.run.seed)
         state = train_state.from_params(model, settings, mesh, params, config.run.seed)
     t = config.trainer
     if not t.sft_steps:

@@ -10,18 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig, trainer_shapes
+from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig
 from jaxrl_sync.trainer.axes import Tree, param_shardings, replicated
 from jaxrl_sync.trainer.config import TrainerConfig
 from jaxrl_sync.trainer.model import init_params
 from jaxrl_sync.trainer.optimizer import make_optimizer, state_shardings
+from jaxrl_sync.trainer.trained import trained, trained_shapes
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """``params``: the trainer tree, float32. ``updates``: int32 scalar, committed optimizer updates.
-    ``rng``: raw uint32 key data, so that it is a plain array on disk."""
+    """``params``: the trainer tree, float32. ``opt_state``: moments of its trained part. ``updates``: int32
+    scalar, committed optimizer updates. ``rng``: raw uint32 key data, so that it is a plain array on disk."""
 
     params: Tree
     opt_state: Any
@@ -34,15 +35,14 @@ def shardings(model: DecoderConfig, config: TrainerConfig, mesh: Mesh) -> Any:
     params = param_shardings(model, mesh)
     scalar: Any = replicated(mesh)
     optimizer = make_optimizer(config.optimizer)
-    return TrainState(
-        params, state_shardings(optimizer, trainer_shapes(model), params, scalar), scalar, scalar
-    )
+    moments = state_shardings(optimizer, trained_shapes(model), trained(params, model), scalar)
+    return TrainState(params, moments, scalar, scalar)
 
 
 def _create(model: DecoderConfig, config: TrainerConfig, seed: jax.Array) -> TrainState:
     key = jax.random.key(seed)
     params = init_params(model, config.init_std, jax.random.fold_in(key, 0))
-    opt_state = make_optimizer(config.optimizer).init(params)
+    opt_state = make_optimizer(config.optimizer).init(trained(params, model))
     rng = jax.random.key_data(jax.random.fold_in(key, 1))
     return TrainState(params, opt_state, jnp.zeros((), jnp.int32), rng)
 
@@ -57,7 +57,7 @@ def create(model: DecoderConfig, config: TrainerConfig, mesh: Mesh, seed: int) -
 def fresh_moments(model: DecoderConfig, config: TrainerConfig, mesh: Mesh, params: Tree) -> Any:
     """Optimizer state of ``config.optimizer`` before its first update, on the mesh."""
     where = shardings(model, config, mesh).opt_state
-    return jax.jit(make_optimizer(config.optimizer).init, out_shardings=where)(params)
+    return jax.jit(make_optimizer(config.optimizer).init, out_shardings=where)(trained(params, model))
 
 
 def from_params(

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig, trainer_shapes
+from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig
 from jaxrl_sync.trainer import state as train_state
 from jaxrl_sync.trainer.axes import Tree, batch_sharding, param_shardings, replicated
 from jaxrl_sync.trainer.config import LossConfig, TrainerConfig
@@ -25,6 +25,7 @@ from jaxrl_sync.trainer.logprobs import policy_logprobs
 from jaxrl_sync.trainer.losses import METRICS, Batch, Sums, policy_loss, summarize, zero_sums
 from jaxrl_sync.trainer.optimizer import learning_rate, make_optimizer
 from jaxrl_sync.trainer.state import TrainState
+from jaxrl_sync.trainer.trained import combine, frozen, trained, trained_shapes
 
 FIELDS: dict[str, Any] = {
     "tokens": np.int32,
@@ -39,7 +40,7 @@ FIELDS: dict[str, Any] = {
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Accumulator:
-    """Gradient sums (the trainer tree, float32) and metric sums of the micro-batches so far."""
+    """Sums over the micro-batches so far: gradients (the trained part of the tree, float32) and metrics."""
 
     grads: Tree
     sums: Sums
@@ -136,7 +137,11 @@ def loss_sum(
 
 
 def apply_update(
-    state: TrainState, accumulator: Accumulator, denominator: jax.Array, config: TrainerConfig
+    state: TrainState,
+    accumulator: Accumulator,
+    denominator: jax.Array,
+    config: TrainerConfig,
+    model: DecoderConfig,
 ) -> tuple[TrainState, Accumulator, Sums]:
     """Divide the gradient sum by N, clip, AdamW.
 
@@ -147,11 +152,13 @@ def apply_update(
     grads = jax.tree.map(lambda g: g / denominator, accumulator.grads)
     norm = optax.tree_utils.tree_norm(grads)
     good = jnp.isfinite(norm)
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
+    old_params = trained(state.params, model)
+    updates, opt_state = optimizer.update(grads, state.opt_state, old_params)
+    params = optax.apply_updates(old_params, updates)
     params, opt_state = jax.tree.map(
-        lambda new, old: jnp.where(good, new, old), (params, opt_state), (state.params, state.opt_state)
+        lambda new, old: jnp.where(good, new, old), (params, opt_state), (old_params, state.opt_state)
     )
+    params = combine(params, frozen(state.params, model))
     info = {
         **accumulator.sums,
         "grad_norm": norm,
@@ -170,14 +177,16 @@ def build_step(model: DecoderConfig, config: TrainerConfig, loss: LossConfig, me
     scalar, rows = replicated(mesh), batch_sharding(mesh)
     state = train_state.shardings(model, config, mesh)
     sums: Any = dict.fromkeys(METRICS, scalar)
-    accumulator = Accumulator(params, sums)
+    accumulator = Accumulator(trained(params, model), sums)
     info = {**sums, **dict.fromkeys(("grad_norm", "learning_rate", "skipped"), scalar)}
 
     def accumulate(p: Tree, acc: Accumulator, micro: Batch) -> Accumulator:
-        def objective(q: Tree) -> tuple[jax.Array, Sums]:
-            return loss_sum(q, model, config, loss, mesh, micro)
+        rest = frozen(p, model)
 
-        (_, new), grads = jax.value_and_grad(objective, has_aux=True)(p)
+        def objective(q: Tree) -> tuple[jax.Array, Sums]:
+            return loss_sum(combine(q, rest), model, config, loss, mesh, micro)
+
+        (_, new), grads = jax.value_and_grad(objective, has_aux=True)(trained(p, model))
         added: Accumulator = jax.tree.map(jnp.add, acc, Accumulator(grads, new))
         return added
 
@@ -187,7 +196,7 @@ def build_step(model: DecoderConfig, config: TrainerConfig, loss: LossConfig, me
         )[0]
 
     def zeros() -> Accumulator:
-        grads = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), trainer_shapes(model))
+        grads = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), trained_shapes(model))
         return Accumulator(grads, zero_sums())
 
     return Step(
@@ -197,7 +206,7 @@ def build_step(model: DecoderConfig, config: TrainerConfig, loss: LossConfig, me
         loss,
         jax.jit(accumulate, donate_argnums=(1,), out_shardings=accumulator),
         jax.jit(
-            lambda s, a, n: apply_update(s, a, n, config),
+            lambda s, a, n: apply_update(s, a, n, config, model),
             donate_argnums=(0, 1),
             out_shardings=(state, accumulator, info),
         ),

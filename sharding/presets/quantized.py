@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxrl_sync.sharding.presets.lora import merge
 from jaxrl_sync.sharding.presets.quantization import Format, Quantization
 
 Tree = dict[str, Any]
@@ -70,11 +71,13 @@ def dequantize(values: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     return product.reshape(values.shape).astype(dtype)
 
 
-def matrix(leaf: Any, dtype: Any) -> jax.Array:
-    """The engine's matrix in ``dtype``, whether the tree holds it plain or quantised."""
-    if isinstance(leaf, dict):
-        return dequantize(leaf["values"], leaf["scale"], dtype)
-    return jnp.asarray(leaf).astype(dtype)
+def matrix(leaf: Any, dtype: Any, lora_scale: float = 0.0) -> jax.Array:
+    """The engine's matrix in ``dtype``: plain, quantised, or either with adapters beside it, then merged."""
+    if not isinstance(leaf, dict):
+        return jnp.asarray(leaf).astype(dtype)
+    if "base" in leaf:
+        return merge(matrix(leaf["base"], jnp.float32), leaf, lora_scale).astype(dtype)
+    return dequantize(leaf["values"], leaf["scale"], dtype)
 
 
 def block_lengths(shape: tuple[int, ...], name: str, scheme: Quantization, parts: int) -> tuple[int, ...]:
@@ -136,10 +139,14 @@ def quantized_specs(specs: Tree) -> Tree:
 
 
 def _over_matrices(tree: Tree, cut: Callable[[str, Any], Tree]) -> Tree:
-    layers = {
-        index: {name: cut(name, leaf) if name in MATRICES else leaf for name, leaf in layer.items()}
-        for index, layer in tree["layers"].items()
-    }
+    def one(name: str, leaf: Any) -> Any:
+        if name not in MATRICES:
+            return leaf
+        if isinstance(leaf, dict):  # with adapters beside it, which stay as they are
+            return leaf | {"base": cut(name, leaf["base"])}
+        return cut(name, leaf)
+
+    layers = {i: {name: one(name, x) for name, x in layer.items()} for i, layer in tree["layers"].items()}
     return tree | {"layers": layers}
 
 

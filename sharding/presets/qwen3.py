@@ -15,6 +15,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_sync.sharding.presets.lora import (
+    LEAVES,
+    Lora,
+    adapter_axes,
+    adapter_specs,
+    fused_adapters,
+    merged_kernel,
+)
+
 Tree = dict[str, Any]
 
 
@@ -51,6 +60,7 @@ class DecoderConfig:
     """Shape of a dense decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU.
 
     ``qk_norm``: queries and keys are normalised per head (Qwen3); without it the decoder is Llama's.
+    ``lora``: the projections have adapters, and nothing else is trained.
     """
 
     vocab_size: int
@@ -65,6 +75,7 @@ class DecoderConfig:
     tied_embeddings: bool = False
     qk_norm: bool = True
     rope_scaling: RopeScaling | None = None
+    lora: Lora | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -95,9 +106,25 @@ TRAINER_AXES: dict[str, tuple[str, ...]] = {
     "final_norm/scale": ("norm",),
     "lm_head/kernel": ("embed", "vocab"),
 }
+TRAINER_AXES |= adapter_axes(TRAINER_AXES)
 
 
 QK_NORMS = ("q_norm", "k_norm")
+
+
+def _has(path: str, cfg: DecoderConfig) -> bool:
+    """Whether the trainer tree of this decoder has that tensor."""
+    module, _, leaf = path.rpartition("/")
+    if leaf in LEAVES:
+        return cfg.lora is not None and module.removeprefix("layers/") in cfg.lora.targets
+    if path == "lm_head/kernel":
+        return not cfg.tied_embeddings
+    return cfg.qk_norm or module.rpartition("/")[2] not in QK_NORMS
+
+
+def is_trained(path: str, cfg: DecoderConfig) -> bool:
+    """Whether updates change that tensor of the trainer tree: all of them, or with LoRA the adapters."""
+    return cfg.lora is None or path.rpartition("/")[2] in LEAVES
 
 
 def trainer_shapes(cfg: DecoderConfig, dtype: Any = jnp.float32) -> Tree:
@@ -111,12 +138,22 @@ def trainer_shapes(cfg: DecoderConfig, dtype: Any = jnp.float32) -> Tree:
         cfg.d_ff,
         cfg.vocab_size,
     )
-    sizes = {"layer": L, "embed": D, "heads": H, "kv_heads": KV, "head_dim": K, "ff": F, "vocab": V}
+    rank = cfg.lora.rank if cfg.lora else 0
+    sizes = {
+        "rank": rank,
+        "layer": L,
+        "embed": D,
+        "heads": H,
+        "kv_heads": KV,
+        "head_dim": K,
+        "ff": F,
+        "vocab": V,
+    }
     norm_size = {"q_norm": K, "k_norm": K, "input_norm": D, "post_attn_norm": D, "final_norm": D}
     tree: Tree = {}
     for path, axes in TRAINER_AXES.items():
         parts = path.split("/")
-        if (path == "lm_head/kernel" and cfg.tied_embeddings) or (parts[-2] in QK_NORMS and not cfg.qk_norm):
+        if not _has(path, cfg):
             continue
         shape = tuple(norm_size[parts[-2]] if a == "norm" else sizes[a] for a in axes)
         node = tree
@@ -140,10 +177,10 @@ def kv_groups(cfg: DecoderConfig, tp: int) -> int:
     raise ValueError(f"tp={tp} must divide num_kv_heads={cfg.num_kv_heads} or be a multiple of it")
 
 
-def engine_specs(cfg: DecoderConfig, axis: str = "tp") -> Tree:
-    """Partition specs of the engine tree over one tensor-parallel mesh axis."""
+def engine_specs(cfg: DecoderConfig, axis: str = "tp", adapters: bool = False) -> Tree:
+    """Partition specs of the engine tree over one tensor-parallel axis; ``adapters`` as in ``convert``."""
     P = PartitionSpec
-    layer = {
+    layer: Tree = {
         "input_norm": P(),
         "qkv": P(None, axis),
         "q_norm": P(),
@@ -155,6 +192,9 @@ def engine_specs(cfg: DecoderConfig, axis: str = "tp") -> Tree:
     }
     if not cfg.qk_norm:
         layer = {name: spec for name, spec in layer.items() if name not in QK_NORMS}
+    if adapters and cfg.lora is not None:
+        for name, specs in adapter_specs(cfg.lora, axis).items():
+            layer[name] = {"base": layer[name], **specs}
     tree: Tree = {
         "embed": P(),
         "layers": {str(i): dict(layer) for i in range(cfg.num_layers)},
@@ -165,31 +205,43 @@ def engine_specs(cfg: DecoderConfig, axis: str = "tp") -> Tree:
     return tree
 
 
-def convert(params: Tree, cfg: DecoderConfig, tp: int, dtype: Any = jnp.bfloat16) -> Tree:
+def convert(
+    params: Tree, cfg: DecoderConfig, tp: int, dtype: Any = jnp.bfloat16, adapters: bool = False
+) -> Tree:
     """The engine tree of a trainer tree, cast to ``dtype``.
 
     Engine tensors, with G = kv_groups(cfg, tp) and Q = num_heads // G:
     ``embed [V, D]``, per layer ``qkv [D, G, Q + 2, K]`` (Q queries, then one key, one value per group),
     ``o [G, Q, K, D]``, ``gate_up [D, 2, F]``, ``down [F, D]``, norms, ``final_norm [D]`` and, untied,
-    ``lm_head [D, V]``.
+    ``lm_head [D, V]``. LoRA adapters are added to their matrices; with ``adapters`` they stand beside them,
+    each such matrix being ``{"base", ...}`` as ``presets.lora.merge`` takes it.
     """
     G = kv_groups(cfg, tp)
     Q, K, D = cfg.num_heads // G, cfg.head_dim, cfg.d_model
     repeat = G // cfg.num_kv_heads
     attn, mlp = params["layers"]["attn"], params["layers"]["mlp"]
+    merged = None if adapters else cfg.lora
 
     def layer(i: int) -> Tree:
-        q_DxGxQxK = attn["q_proj"]["kernel"][i].reshape(D, G, Q, K)
-        k_DxGx1xK = jnp.repeat(attn["k_proj"]["kernel"][i], repeat, axis=1)[:, :, None, :]
-        v_DxGx1xK = jnp.repeat(attn["v_proj"]["kernel"][i], repeat, axis=1)[:, :, None, :]
+        q_DxGxQxK = merged_kernel(attn["q_proj"], i, merged).reshape(D, G, Q, K)
+        k_DxGx1xK = jnp.repeat(merged_kernel(attn["k_proj"], i, merged), repeat, axis=1)[:, :, None, :]
+        v_DxGx1xK = jnp.repeat(merged_kernel(attn["v_proj"], i, merged), repeat, axis=1)[:, :, None, :]
+        matrices: Tree = {
+            "qkv": jnp.concatenate([q_DxGxQxK, k_DxGx1xK, v_DxGx1xK], axis=2),
+            "o": merged_kernel(attn["o_proj"], i, merged).reshape(G, Q, K, D),
+            "gate_up": jnp.stack(
+                [merged_kernel(mlp["gate_proj"], i, merged), merged_kernel(mlp["up_proj"], i, merged)], axis=1
+            ),
+            "down": merged_kernel(mlp["down_proj"], i, merged),
+        }
+        if adapters:
+            for name, pairs in fused_adapters(params["layers"], i, G, repeat).items():
+                matrices[name] = {"base": matrices[name], **pairs}
         return {
             "input_norm": params["layers"]["input_norm"]["scale"][i],
-            "qkv": jnp.concatenate([q_DxGxQxK, k_DxGx1xK, v_DxGx1xK], axis=2),
             **({name: attn[name]["scale"][i] for name in QK_NORMS} if cfg.qk_norm else {}),
-            "o": attn["o_proj"]["kernel"][i].reshape(G, Q, K, D),
+            **matrices,
             "post_attn_norm": params["layers"]["post_attn_norm"]["scale"][i],
-            "gate_up": jnp.stack([mlp["gate_proj"]["kernel"][i], mlp["up_proj"]["kernel"][i]], axis=1),
-            "down": mlp["down_proj"]["kernel"][i],
         }
 
     tree: Tree = {
@@ -203,10 +255,13 @@ def convert(params: Tree, cfg: DecoderConfig, tp: int, dtype: Any = jnp.bfloat16
     return cast
 
 
-def engine_abstract(cfg: DecoderConfig, mesh: Mesh, dtype: Any = jnp.bfloat16, axis: str = "tp") -> Tree:
+def engine_abstract(
+    cfg: DecoderConfig, mesh: Mesh, dtype: Any = jnp.bfloat16, axis: str = "tp", adapters: bool = False
+) -> Tree:
     """The engine tree as ``jax.ShapeDtypeStruct`` leaves with ``NamedSharding`` over ``mesh``."""
-    shapes = jax.eval_shape(lambda p: convert(p, cfg, mesh.shape[axis], dtype), trainer_shapes(cfg))
-    specs = engine_specs(cfg, axis)
+    tp = mesh.shape[axis]
+    shapes = jax.eval_shape(lambda p: convert(p, cfg, tp, dtype, adapters), trainer_shapes(cfg))
+    specs = engine_specs(cfg, axis, adapters)
     placed: Tree = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s)), shapes, specs
     )

@@ -21,6 +21,7 @@ from jaxrl_sync.trainer.model import init_params
 from jaxrl_sync.trainer.optimizer import make_optimizer
 from jaxrl_sync.trainer.state import TrainState
 from jaxrl_sync.trainer.step import Step, build_step
+from jaxrl_sync.trainer.trained import trained
 from jaxrl_sync.trainer.trainer import split
 
 MODEL = DecoderConfig(
@@ -66,7 +67,7 @@ def build(
     step = _compiled(config, loss or LossConfig(correction="clip"), model, first)
     where = train_state.shardings(model, config, step.mesh)
     params = _weights(config.init_std, seed, model)
-    zeros = make_optimizer(config.optimizer).init(params)
+    zeros = make_optimizer(config.optimizer).init(trained(params, model))
     count, key = np.zeros((), np.int32), np.zeros(2, np.uint32)
     fresh: Any = TrainState(params, host(zeros), count, key)  # type: ignore[arg-type]
     state: TrainState = jax.device_put(fresh, where)
