@@ -216,7 +216,9 @@ class Layout(Mapping[str, TensorLayout]):
                     cache[key] = _placement(*key)
                 except MappingError as error:
                     raise MappingError(f"Layout.of: leaf {path!r}: {error}") from error
-            tensors[path] = TensorLayout(str(jax.numpy.dtype(leaf.dtype)), cache[key])
+            if not isinstance(leaf.dtype, np.dtype):
+                raise MappingError(f"Layout.of: leaf {path!r} is of type {leaf.dtype}, no number type of jax")
+            tensors[path] = TensorLayout(str(leaf.dtype), cache[key])
         return cls(tensors)
 
     def __getitem__(self, path: str) -> TensorLayout:

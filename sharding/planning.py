@@ -24,6 +24,7 @@ from jaxrl_sync.sharding.coverage import prove_coverage
 from jaxrl_sync.sharding.errors import MappingError
 from jaxrl_sync.sharding.layout import Layout, Placement, Shard, dtype_of
 from jaxrl_sync.sharding.matching import Block, Reduced, blocks_of, reduce
+from jaxrl_sync.sharding.paths import nearest
 from jaxrl_sync.sharding.rank_plan import RankPlan, materialise
 from jaxrl_sync.sharding.rounds import rounds
 from jaxrl_sync.sharding.templates import Builder, Draft, Template
@@ -277,6 +278,9 @@ def _export_layout(source: Layout, corr: Correspondence) -> Layout:
 
 def _check_target(target: Layout, corr: Correspondence) -> None:
     for path, tensor in corr.tensors.items():
+        if path not in target:
+            near = nearest(path, target)
+            raise MappingError(f"the target layout lacks {path!r}, which the correspondence makes{near}")
         found = target[path]
         if (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
             raise MappingError(

@@ -22,7 +22,7 @@ from jaxrl_sync.sharding.errors import MappingError
 from jaxrl_sync.sharding.exporting import export
 from jaxrl_sync.sharding.layout import dtype_of, is_packed
 from jaxrl_sync.sharding.lending import lender
-from jaxrl_sync.sharding.paths import leaves_by_path, nested
+from jaxrl_sync.sharding.paths import leaves_by_path, nearest, nested
 from jaxrl_sync.sharding.planning import Plan
 from jaxrl_sync.sharding.pool import Pool
 from jaxrl_sync.sharding.shardings import check_meshes, local_devices
@@ -33,11 +33,17 @@ PATHS = ("host", "device")
 def _export(params: Any, plan: Plan) -> dict[str, Any]:
     """The plan's source arrays: given as they are, or exported from the trainer's tree."""
     arrays = leaves_by_path(params, "reshard")
+    for path, array in arrays.items():
+        if not isinstance(array, jax.Array):
+            raise MappingError(f"reshard: {path!r} is a {type(array).__name__}, expected an array of jax")
     if set(arrays) == set(plan.source) and all(
         str(np.dtype(arrays[p].dtype)) == plan.source[p].dtype for p in arrays
     ):
         return arrays
     corr = plan.correspondence
+    for path in corr.params:
+        if path not in arrays:
+            raise MappingError(f"reshard: no parameter {path!r}{nearest(path, arrays)}")
     if all(leaf.kind == "param" and not leaf.casts for leaf in corr.exported):
         return {leaf.name: arrays[leaf.path] for leaf in corr.exported}
     return export(corr, params)

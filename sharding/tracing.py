@@ -33,6 +33,9 @@ def trace(convert: Callable[[Any], Any], source: Any, target: Any = None) -> Cor
     data, and missing or extra tensors and other shapes or dtypes.
     """
     tree = source.shapes() if isinstance(source, Layout) else source
+    for path, leaf in leaves_by_path(tree, "source").items():
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            raise MappingError(f"source {path!r} is a {type(leaf).__name__}, expected an array or its shape")
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     params = leaves_by_path(shapes, "source")
     closed, keys = _program(convert, shapes)

@@ -184,6 +184,8 @@ def test_target_that_differs_from_the_correspondence() -> None:
     corr = trace(lambda t: t, source)
     with pytest.raises(MappingError, match="target 'w' is bfloat16"):
         plan(source, Layout.of({"w": abstract((4,), "bfloat16", on)}), corr)
+    with pytest.raises(MappingError, match=r"target layout lacks 'w', which .* \(nearest: 'ww'\)"):
+        plan(source, Layout.of({"ww": abstract((4,), "float32", on)}), corr)
     with pytest.raises(MappingError, match="'v' is not part"):
         plan(
             source, Layout.of({"w": abstract((4,), "float32", on), "v": abstract((4,), "float32", on)}), corr
@@ -204,3 +206,18 @@ def test_wrong_process_side_pool_and_arrays() -> None:
         reshard({"w": jnp.ones(4)}, made)
     with pytest.raises(MappingError, match="traced|plan says float32"):
         reshard({"w": jnp.ones(4, jnp.int32)}, made)
+    with pytest.raises(MappingError, match=r"no parameter 'w' \(nearest: 'ww'\)"):
+        reshard({"ww": jnp.ones(4)}, made)
+    with pytest.raises(MappingError, match="'w' is a ndarray, expected an array of jax"):
+        reshard({"w": np.ones(4, np.float32)}, made)
+    with pytest.raises(MappingError, match='path must be "host", "device" or None'):
+        reshard({"w": jnp.ones(4)}, made, path="gpu")
+
+
+def test_leaves_that_are_no_arrays_of_numbers() -> None:
+    with pytest.raises(MappingError, match="source 'w' is a str"):
+        trace(lambda t: t, {"w": "x"})
+    with pytest.raises(MappingError, match="'k' is of type key<fry>"):
+        Layout.of({"k": jax.random.key(0)})
+    with pytest.raises(MappingError, match="key<fry>"):
+        trace(lambda t: {"k": jax.random.key(0)}, W)
