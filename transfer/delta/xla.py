@@ -3,7 +3,7 @@
 `jnp.nonzero` is many times slower. The steps: 32 elements make a mask word; the words of a block of 512
 elements get exclusive popcount prefixes by one small matmul; block starts are scattered over the result's
 slots and summed up, so that every slot knows its block; the slot then finds its word by halvings in the
-block's prefixes, and its bit by halvings of popcounts. Work per changed element is constant, clustered
+block's prefixes, and its bit by halvings of partial counts. Work per changed element is constant, clustered
 changes are no special case, and the result is dense and sorted. All buffers are flat and local; see `encode`
 for several devices.
 """
@@ -74,15 +74,17 @@ def _prefix(x: jax.Array, levels: int = 2) -> jax.Array:
 
 
 def _kth_bit(word: jax.Array, k: jax.Array) -> jax.Array:
-    """Where the k-th set bit (from 0) of each word is, by halvings of popcounts."""
+    """Where the k-th set bit (from 0) of each word is: partial counts once, then five halvings."""
+    twos = word - ((word >> 1) & 0x55555555)
+    fours = (twos & 0x33333333) + ((twos >> 2) & 0x33333333)
+    eights = (fours + (fours >> 4)) & 0x0F0F0F0F
+    sixteens = (eights + (eights >> 8)) & 0x00FF00FF
     at = jnp.zeros_like(word)
-    for half in (16, 8, 4, 2, 1):
-        low = word & jnp.uint32((1 << half) - 1)
-        count = lax.population_count(low)
+    for half, counts in ((16, sixteens), (8, eights), (4, fours), (2, twos), (1, word)):
+        count = (counts >> at) & min(2 * half - 1, 31)
         upper = k >= count
         at = jnp.where(upper, at + half, at)
         k = jnp.where(upper, k - count, k)
-        word = jnp.where(upper, word >> half, low)
     return at
 
 
