@@ -19,7 +19,7 @@ from jaxrl_sync.transfer.codec import positions, rice, values
 from jaxrl_sync.transfer.codec.bits import Bits, Positions
 
 _SIZES = (1 << 10, 1 << 15)
-_BITMAP = 1 << 18
+_BITMAP = 1 << 20
 _REPEATS = 5
 _lock = threading.Lock()
 

@@ -14,7 +14,7 @@ from jaxrl_sync.transfer.codec.bits import Positions
 from jaxrl_sync.transfer.codec.errors import FrameError
 
 Kind = Literal["none", "all", "bitmap", "u32", "gap16", "gap8", "rice"]
-BITMAP_CHUNK = 1 << 15
+BITMAP_CHUNK = 1 << 13
 """Bytes of a bitmap that are spread to one byte per bit at a time: what they need stays in the cache."""
 
 GAP_BYTES = {"gap8": 1, "gap16": 2}
