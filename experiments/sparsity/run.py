@@ -1,4 +1,8 @@
-"""`./dev bench sparsity`: how fast deltas are made; `... sparsity density`: how sparse updates are."""
+"""`./dev bench sparsity`: how fast deltas are made.
+
+`./dev bench sparsity density`: how sparse updates are. `./dev bench sparsity sync`: whole synchronisations,
+sparse against full, over throttled links.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,10 @@ def main() -> int:
         sys.argv[1:2] = []
         found: int = density.main()
         return found
+    if sys.argv[1:2] == ["sync"]:
+        import sync
+
+        return sync.main(sys.argv[2:])
     import speed
 
     return speed.main(sys.argv[2:] if sys.argv[1:2] == ["speed"] else sys.argv[1:])
