@@ -18,10 +18,21 @@ from jaxrl_sync.transfer.delta.encode import Encoder, collect, encode_local
 from jaxrl_sync.transfer.delta.masks import cast_with_mask, changed, union
 from tests.delta.bits import DTYPES, PATTERNS, SIZES, pair, same_bits
 
-FORMS = [
-    pytest.param("ffi", marks=pytest.mark.skipif(not ffi.available(), reason="no FFI kernels in this build")),
-    "pallas",
-    "xla",
+NEEDS_FFI = pytest.mark.skipif(not ffi.available(), reason="no FFI kernels in this build")
+FORMS = [pytest.param("ffi", marks=NEEDS_FFI), "pallas", "xla"]
+
+
+def marks(dtype: str, form: str) -> list[pytest.MarkDecorator]:
+    """Of the interpreted kernels and of plain XLA one dtype per width runs in the quick tests."""
+    if form == "ffi":
+        return [NEEDS_FFI]
+    return [] if dtype in ("bfloat16", "float32", "bool") else [pytest.mark.slow]
+
+
+CASES = [
+    pytest.param(dtype, form, marks=marks(dtype, form))
+    for form in ("ffi", "pallas", "xla")
+    for dtype in DTYPES
 ]
 
 
@@ -41,8 +52,7 @@ def check_encoded(found: list[jax.Array], expected: sparse.Delta, capacity: int)
         assert np.all(host[kept:] == fill)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "form"), CASES)
 def test_encode_and_apply_of_all_patterns(dtype: str, form: Any) -> None:
     n, capacity = 5000, 5000
     encode = compiled_encode(form, capacity)
