@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -331,3 +334,36 @@ def test_a_program_that_reads_wrong_elements_is_found_at_its_first_use(
     monkeypatch.setattr(DevicePath, "_wave", wrong)
     with pytest.raises(DeviceCopyError, match=r"gather and scatter of '[sp]0' gave other bytes on device 4"):
         path.execute(params, None)
+
+
+ON_GPU = """
+import jax, jax.numpy as jnp, numpy as np
+from jaxrl_sync.sharding import Layout, make_pool, plan, reshard, trace
+from jaxrl_sync.sharding.device_pool import DevicePool
+assert jax.devices()[0].platform == "gpu", jax.devices()
+raw = np.random.default_rng(0).integers(0, 1 << 16, (1024, 768), dtype=np.uint16)
+params = {"w": jax.device_put(raw.view(jnp.bfloat16))}
+def convert(t):
+    w = t["w"]
+    return {"a": w.T, "b": w[1:, 1::5], "c": jnp.flip(w, 0).reshape(-1), "d": jnp.repeat(w, 2, 1)}
+here = params["w"].sharding
+shapes = jax.eval_shape(convert, params)
+target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
+corr = trace(convert, params, target)
+made = plan(corr.export_layout, Layout.of(target), corr)
+pool = make_pool(made, target)
+assert isinstance(pool, DevicePool)
+for _ in range(2):
+    out = reshard(params, made, out=pool)
+    for name, want in convert({"w": raw}).items():
+        assert np.array_equal(np.asarray(out[name]).view(np.uint16), np.asarray(want)), name
+"""
+
+
+@pytest.mark.gpu
+def test_on_one_gpu_by_default_and_bit_for_bit() -> None:
+    # In a process of its own: this one was told to use the CPU before jax was imported.
+    env = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    words = [sys.executable, "-c", ON_GPU]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
