@@ -50,8 +50,8 @@ def test_all_sizes_at_random_offsets(small: int, around: int, large: int) -> Non
     sent, got = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
     sent[:] = np.resize(rng.integers(0, 256, 17 * MIB + 7, dtype=np.uint8), SPACE)
     moved, started = 0, time.monotonic()
-    # On a busy machine soft-RoCE sends again what is merely slow, and Linux 6.1 then takes a write for an invalid
-    # one now and then: it waits longer here.
+    # On a busy machine soft-RoCE sends again what is merely slow, and Linux 6.1 then takes a write for an
+    # invalid one now and then: it waits longer here.
     ends = [end_on(d, pairs=8, sends=64, receives=4, timeout=17) for d in DEVICES]
     try:
         ends[0].connect(ends[1].describe())
