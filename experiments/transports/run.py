@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import statistics
 import subprocess
@@ -86,6 +87,7 @@ def measure(options: argparse.Namespace, only: list[str], row: Row) -> None:
         "missing": {},
         "floors": {},
     }
+    row["load"] = [round(os.getloadavg()[0], 1)]
     with tempfile.TemporaryDirectory(prefix="jaxrl-sync-bench-") as folder:
         place = Path(folder)
         for transport in ("shm", "tcp"):
@@ -94,6 +96,7 @@ def measure(options: argparse.Namespace, only: list[str], row: Row) -> None:
         for name in PEERS:
             if name in only:
                 peer(name, options, size, place, row)
+    row["load"].append(round(os.getloadavg()[0], 1))
 
 
 def ours(transport: str, options: argparse.Namespace, size: int, place: Path, seconds: Row) -> Row:
@@ -216,6 +219,7 @@ def median(row: Row, name: str) -> float | None:
 def show(row: Row) -> None:
     """The table, with what is missing and why."""
     print(f"W1 case A, {row['bytes']:,} bytes, medians of {row['repeats']}, commit {row['commit']}")
+    print(f"  load average before and after: {row['load']}; above about 1 before, others were busy too")
     for name, label in LABELS.items():
         seconds = median(row, name)
         if seconds is not None:
