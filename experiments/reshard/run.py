@@ -111,7 +111,7 @@ def case(name: str, layers: int, threads: int) -> dict[str, Any]:
     first_s = timed(lambda: reshard(params, _plan(params, target), out=pool, threads=threads))
     made = _plan(params, target)
     row: dict[str, Any] = {"case": name, "bytes": size, "tensors": len(model), "threads": threads}
-    row["load"] = os.getloadavg()[0]  # what else ran: with more than 1, only ratios within the row mean something
+    row["load"] = os.getloadavg()[0]  # above 1 only the ratios within a row mean something
     row |= {"jax": jax.__version__, "python": sys.version.split()[0], "kernels": kernels() is not None}
     row |= {"pool_s": pool_s, "first_s": first_s}
     _check(params, reshard(params, made, out=pool, threads=threads))
