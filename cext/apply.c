@@ -2,6 +2,7 @@
 #include "delta.h"
 #include "kernels.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 #if defined(__x86_64__)
@@ -207,14 +208,37 @@ static const char *widen(const uint8_t *codes, int64_t count, const char *escape
     return escapes;
 }
 
+/* Decodes all positions first, so that threads can share the writes. Streams have been checked. */
+static int64_t apply_decoded(void *buffer, int64_t n, int itemsize, const uint8_t *gaps, int64_t gap_bytes,
+                             const void *values, const void *escapes, int64_t count, int kind, int threads)
+{
+    int wide = kind == VALUES_ULP && itemsize > 1;
+    uint32_t *positions = malloc((size_t)count * (sizeof(uint32_t) + (wide ? (size_t)itemsize : 0)));
+    if (!positions)
+        return REFUSED_MEMORY;
+    int64_t refused = gaps_decode_u8(gaps, gap_bytes, (uint64_t)n, positions, count);
+    if (!refused) {
+        char *codes = (char *)(positions + count);
+        if (wide)
+            widen(values, count, escapes, itemsize, codes);
+        apply_job job = {buffer, positions, wide ? codes : values, NULL, count, itemsize, kind};
+        parallel_for(apply_slice, &job, (count + SLICE - 1) / SLICE, threads);
+    }
+    free(positions);
+    return refused;
+}
+
 int64_t delta_apply_gaps(void *buffer, int64_t n, int itemsize, const uint8_t *gaps, int64_t gap_bytes,
-                         const void *values, const void *escapes, int64_t escape_count, int64_t count, int kind)
+                         const void *values, const void *escapes, int64_t escape_count, int64_t count, int kind,
+                         int threads)
 {
     int64_t refused = check_gaps(gaps, gap_bytes, count, n);
     if (!refused && kind == VALUES_ULP)
         refused = check_escapes(values, count, escapes, escape_count, itemsize);
     if (refused)
         return refused;
+    if (threads > 1 && count > SLICE)
+        return apply_decoded(buffer, n, itemsize, gaps, gap_bytes, values, escapes, count, kind, threads);
     uint32_t positions[CHUNK], wide[CHUNK];
     uint64_t next = 0;
     const char *escape = escapes;

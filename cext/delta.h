@@ -60,7 +60,8 @@ int delta_fused(const void *old, const void *new, int64_t n, int itemsize, int k
 int64_t delta_apply(void *buffer, int64_t n, int itemsize, const uint32_t *positions, const void *values,
                     int64_t count, int kind, void *old_out, int threads);
 int64_t delta_apply_gaps(void *buffer, int64_t n, int itemsize, const uint8_t *gaps, int64_t gap_bytes,
-                         const void *values, const void *escapes, int64_t escape_count, int64_t count, int kind);
+                         const void *values, const void *escapes, int64_t escape_count, int64_t count, int kind,
+                         int threads);
 int64_t delta_gather(const void *buffer, int64_t n, int itemsize, const uint32_t *positions, int64_t count,
                      void *out);
 

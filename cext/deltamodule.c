@@ -397,13 +397,13 @@ static PyObject *py_delta_apply_gaps(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *buffer, *gaps, *values, *escapes, *result = NULL;
-    int itemsize, kind;
+    int itemsize, kind, threads = 1;
     long long count;
     held h = {.count = 0};
     void *b, *g, *v, *e;
     int64_t n, gap_bytes, value_count, escape_count, refused;
-    if (!PyArg_ParseTuple(args, "OiOOOLi:delta_apply_gaps", &buffer, &itemsize, &gaps, &values, &escapes, &count,
-                          &kind) ||
+    if (!PyArg_ParseTuple(args, "OiOOOLi|i:delta_apply_gaps", &buffer, &itemsize, &gaps, &values, &escapes,
+                          &count, &kind, &threads) ||
         check_itemsize(itemsize) < 0 || check_kind(kind) < 0)
         return NULL;
     if (hold(&h, buffer, itemsize, 1, "buffer", &b, &n) < 0 || hold(&h, gaps, 1, 0, "gaps", &g, &gap_bytes) < 0 ||
@@ -414,7 +414,7 @@ static PyObject *py_delta_apply_gaps(PyObject *module, PyObject *args)
     if (kind != VALUES_ULP && check_equal("escapes", escape_count, 0) < 0)
         goto done;
     Py_BEGIN_ALLOW_THREADS
-    refused = delta_apply_gaps(b, n, itemsize, g, gap_bytes, v, e, escape_count, count, kind);
+    refused = delta_apply_gaps(b, n, itemsize, g, gap_bytes, v, e, escape_count, count, kind, threads);
     Py_END_ALLOW_THREADS
     result = answer_none(refused);
 done:
@@ -465,7 +465,7 @@ PyMethodDef delta_methods[] = {
     {"delta_apply", py_delta_apply, METH_VARARGS,
      "delta_apply(buffer, itemsize, positions, values, kind, old_out | None, threads)."},
     {"delta_apply_gaps", py_delta_apply_gaps, METH_VARARGS,
-     "delta_apply_gaps(buffer, itemsize, gaps, values, escapes, count, kind)."},
+     "delta_apply_gaps(buffer, itemsize, gaps, values, escapes, count, kind, threads=1)."},
     {"delta_gather", py_delta_gather, METH_VARARGS, "delta_gather(buffer, itemsize, positions, out)."},
     {"places_apply", py_places_apply, METH_VARARGS,
      "places_apply(entries, positions, codes, memory | None, old | None, index_out | None, new_out | None, sums, "

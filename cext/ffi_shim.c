@@ -264,7 +264,7 @@ static XLA_FFI_Error *apply_gaps(frame *f)
         int64_t refused = delta_apply_gaps(
             to + (i * w.stride + w.offset) * w.itemsize, w.elements, w.itemsize,
             (const uint8_t *)arg(f, 1)->data + i * rooms[0], sizes[1], at(arg(f, 2), i, rooms[1], 0, value_size),
-            at(arg(f, 3), i, rooms[2], 0, w.itemsize), sizes[2], sizes[0], w.kind);
+            at(arg(f, 3), i, rooms[2], 0, w.itemsize), sizes[2], sizes[0], w.kind, w.threads);
         if (refused)
             return fail(f, "delta apply", delta_refusal(refused));
     }

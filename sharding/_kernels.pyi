@@ -76,6 +76,7 @@ def delta_apply_gaps(
     escapes: Buffer | None,
     count: int,
     kind: int,
+    threads: int = 1,
     /,
 ) -> None: ...
 def places_apply(

@@ -32,8 +32,8 @@ REPEATS = 7
 LIMITS = {
     "encode, ffi in jit, 2 threads": 0.75,
     "encode, plain XLA": 2.7,
-    "decode + apply, ffi in jit": 0.4,
-    "decode + apply, aliased": 0.4,
+    "decode + apply, ffi in jit, 2 threads": 0.4,
+    "decode + apply, aliased, 2 threads": 0.4,
 }
 Calls = dict[str, Callable[[], Any]]
 
@@ -82,10 +82,14 @@ def appliers(old: Any, new: Any, capacity: int) -> Calls:
     calls: Calls = {
         "apply, aliased, 1 thread": lambda: sparse.apply_into(memory["apply"], delta),
         "apply, aliased, 2 threads": lambda: sparse.apply_into(memory["apply"], delta, threads=2),
-        "decode + apply, aliased": lambda: sparse.apply_coded(memory["aliased"], coded),
+        "decode + apply, aliased, 1 thread": lambda: sparse.apply_coded(memory["aliased"], coded),
+        "decode + apply, aliased, 2 threads": lambda: sparse.apply_coded(memory["aliased"], coded, threads=2),
     }
     if ffi.available():
-        calls["decode + apply, ffi in jit"] = _shadowed(old, lambda s: decode_local(s, *streams, "ffi"))
+        for threads in (1, 2):
+            calls[f"decode + apply, ffi in jit, {threads} thread{'s' * (threads - 1)}"] = _shadowed(
+                old, lambda s, t=threads: decode_local(s, *streams, "ffi", threads=t)
+            )
         calls["apply, ffi in jit"] = _shadowed(old, lambda s: apply_local(s, *parts, "ffi"))
     calls["apply, plain XLA, on uint16"] = _shadowed(
         old.view(np.uint16), lambda s: apply_local(s, *parts, "xla")

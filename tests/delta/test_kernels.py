@@ -60,7 +60,7 @@ def test_fused_pass_writes_what_the_codec_writes(
     dtype: str, kind: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for pattern in PATTERNS:
-        for n in (0, 1, 1025, 70_001):
+        for n in (0, 1, 1025, 140_001):
             old, new = pair(dtype, n, pattern)
             expected = in_numpy(lambda a=old, b=new: sparse.compare_coded(a, b, kind), monkeypatch)
             for threads in (1, 3):
@@ -69,6 +69,10 @@ def test_fused_pass_writes_what_the_codec_writes(
                 assert same_bits(found.gaps, expected.gaps)
                 assert same_bits(found.values, expected.values)
                 assert same_bits(found.escapes, expected.escapes)
+            for threads in (1, 2):
+                shadow = old.copy()
+                sparse.apply_coded(shadow, found, threads=threads)
+                assert same_bits(shadow, new)
             shadow = old.copy()
             sparse.apply_coded(shadow, found)
             assert same_bits(shadow, new)

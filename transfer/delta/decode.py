@@ -81,6 +81,7 @@ def decode_local(
     implementation: Implementation,
     *,
     kind: Kind = OVERWRITE,
+    threads: int = 1,
 ) -> jax.Array:
     """`apply_local` straight from the codec's streams, padded to fixed room: decode and scatter in one
     function.
@@ -89,7 +90,7 @@ def decode_local(
     bytes of gaps, escapes.
     """
     if implementation == "ffi":
-        return ffi.apply_coded(buffer, gaps, values, escapes, sizes, kind, 0, buffer.size)
+        return ffi.apply_coded(buffer, gaps, values, escapes, sizes, kind, 0, buffer.size, threads)
     positions = xla.decode_gaps(gaps, sizes[1], values.size)
     if kind == ULP:
         values = xla.widen(values, escapes)

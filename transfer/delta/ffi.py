@@ -122,9 +122,10 @@ def apply_coded(
     kind: Kind,
     offset: int,
     elements: int,
+    threads: int = 1,
 ) -> jax.Array:
     """`apply` from the streams of `encode_coded`."""
     call = _call("apply_gaps", Shape(buffer.shape, buffer.dtype), {0: 0})
-    window = _window(offset, elements, 1)
+    window = _window(offset, elements, threads)
     result: jax.Array = call(buffer, gaps, values, escapes, sizes, kind=np.int64(kind), **window)
     return result

@@ -188,7 +188,7 @@ def _apply_numpy(flat: Bits, delta: Delta, kind: Kind, keep_old: bool) -> Bits |
     return old if keep_old else None
 
 
-def apply_coded(buffer: Bits, coded: Coded) -> None:
+def apply_coded(buffer: Bits, coded: Coded, *, threads: int = 1) -> None:
     """`apply_into` straight from the codec's streams: decode and write in one pass. DeltaError as there."""
     flat = host_bits(buffer)
     native = kernels()
@@ -199,7 +199,7 @@ def apply_coded(buffer: Bits, coded: Coded) -> None:
         raise DeltaError(f"delta of {coded.elements} elements onto {flat.size} (or a read-only buffer)")
     try:
         native.delta_apply_gaps(
-            flat, flat.itemsize, coded.gaps, coded.values, coded.escapes, coded.count, coded.kind
+            flat, flat.itemsize, coded.gaps, coded.values, coded.escapes, coded.count, coded.kind, threads
         )
     except ValueError as error:
         raise DeltaError(f"coded delta of {coded.count} changes in {flat.size} elements: {error}") from error
