@@ -305,10 +305,19 @@ class Inbound:
         return {p: (d[0], d[1]) for p, d in digests.items()}
 
     def end(self) -> None:
-        """The round is over on this link, however it went; nothing if it never began here."""
-        if self._in_round:
+        """The round is over on this link, however it went; nothing if it never began here.
+
+        A link whose sender may still write stays busy, and so in its place, until `cut` closes it.
+        """
+        if self._in_round and not self.unconfirmed:
             self._in_round = False
             self._round_lock.release()
+
+    def cut(self) -> None:
+        """Close a link whose sender did not confirm; its slot then needs new memory."""
+        self.close()
+        self.unconfirmed = False
+        self.end()
 
     def _next(self, offer: Offer, deadline: float) -> dict[str, Any]:
         message, _ = self._connection.recv(remaining(deadline))

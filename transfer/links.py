@@ -103,8 +103,7 @@ class Links:
         """Close every link whose sender may still write a slot of ours; whether there was one."""
         suspects = [link for link in list(self._links.values()) if link.unconfirmed]
         for link in suspects:
-            link.close()
-            link.unconfirmed = False
+            link.cut()
         return bool(suspects)
 
     def write_constants(self, slot: Slot) -> None:

@@ -272,6 +272,46 @@ def test_a_slot_that_finds_no_room_again_is_named_and_comes_back(
     assert len(segments(token_file)) == 2
 
 
+def test_a_link_that_is_replaced_before_it_is_cut_still_costs_the_slot_its_memory(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jaxrl_sync.transfer.transports.shm import ShmSender
+
+    params = trainer_params()
+    publisher, subscriber = rig.publisher(params), rig.subscriber()
+    publisher.publish(params, Version("a", 0))
+    take(subscriber)
+    go_on, real_send = threading.Event(), ShmSender.send
+
+    def stuck(self: Any, ready: Any, sources: Any, deadline: float) -> None:
+        go_on.wait(10)
+        real_send(self, ready, sources, deadline + 60)  # as one does that was stopped after its last look
+
+    links = subscriber._links
+    real_cut = links.cut_unconfirmed
+    (link,) = links.all
+
+    def cut() -> bool:
+        """The watching thread's turn comes just before: a word of the late sender lies in the socket."""
+        monkeypatch.setattr(link._connection, "wait_readable", lambda timeout_s: True)
+        links.update(links.publishers)
+        return real_cut()
+
+    monkeypatch.setattr(links, "cut_unconfirmed", cut)
+    monkeypatch.setattr(ShmSender, "send", stuck)
+    publisher.publish(params, Version("a", 1))
+    update = subscriber.poll(10)
+    assert update is not None
+    before = {slot.generation for slot in subscriber._slots}
+    with pytest.raises(DeadlineError):
+        update.prepare(timeout_s=0.3)
+    go_on.set()
+    assert link.closed and subscriber.stats()["quarantined"] == 1
+    assert len(before - {slot.generation for slot in subscriber._slots}) == 1
+    monkeypatch.setattr(ShmSender, "send", real_send)
+    assert take(subscriber)[0] == Version("a", 1)
+
+
 def test_publish_after_a_failed_one_and_after_a_regress_goes_on(rig: Rig) -> None:
     params = trainer_params()
     publisher, subscriber = rig.publisher(params), rig.subscriber()
