@@ -126,27 +126,27 @@ def perftest(options: argparse.Namespace, size: int, iters: int, events: bool) -
     """MB/s of perftest, on average over its run; None if it can't sleep on events for WRITE."""
     common = ["ib_write_bw", "-x", str(options.gid_index), "-F", "-s", str(size), "-n", str(iters)]
     common += ["-t", str(DEPTH), *(["-e"] if events else [])]
-    server = subprocess.Popen(
-        [*common, "-d", options.device[1]], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        if not listens(server):
-            text = server.communicate()[0]
-            if "vents feature not available" in text:
-                return None
-            raise SystemExit(f"ib_write_bw failed: {text}")
-        client = [*common, "-d", options.device[0], options.server]
-        done = subprocess.run(client, capture_output=True, text=True, timeout=VM_S)
-    finally:
-        server.kill()
-        server.communicate()
+    with tempfile.TemporaryFile("w+") as said:
+        server = subprocess.Popen([*common, "-d", options.device[1]], stdout=said, stderr=subprocess.STDOUT)
+        try:
+            if not listens(server):
+                said.seek(0)
+                text = said.read()
+                if "vents feature not available" in text:
+                    return None
+                raise SystemExit(f"ib_write_bw failed: {text}")
+            client = [*common, "-d", options.device[0], options.server]
+            done = subprocess.run(client, capture_output=True, text=True, timeout=VM_S)
+        finally:
+            server.kill()
+            server.wait()
     found = re.search(rf"^\s*{size}\s+{iters}\s+\S+\s+(\S+)", done.stdout, re.MULTILINE)
     if not found:
         raise SystemExit(f"{' '.join(client)} failed: {done.stdout} {done.stderr}")
     return float(found[1]) * MIB / 1e6  # perftest's MB are MiB
 
 
-def listens(server: subprocess.Popen[str], port: int = 18515) -> bool:
+def listens(server: subprocess.Popen[bytes], port: int = 18515) -> bool:
     """Wait until perftest's server accepts connections; False if it ended instead."""
     end = time.monotonic() + SERVER_UP_S
     wanted = f":{port:04X} "
