@@ -271,7 +271,7 @@ class Outbound:
         digests = copies_digest(self._edge.copies, sources, "source", config.threads) if config.verify else {}
         self._say({"kind": "sums", "round": round_id, "digests": digests})
         if self._use_of_chain is not None:
-            self._use_of_chain.sent_full(version, sources, nbytes, wire_s)
+            self._use_of_chain.sent_full(version, sources, nbytes, wire_s, digests or None)
         return RankOutcome("pending", "", self._sender.name, nbytes, {"wire": wire_s})
 
     def _send_frame(

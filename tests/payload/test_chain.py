@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -12,7 +13,9 @@ from jaxrl_sync.sharding import CopyTable
 from jaxrl_sync.sharding.digests import copies_digest
 from jaxrl_sync.transfer.codec.errors import CorruptFrame, FrameError, TruncatedFrame, WrongBase, WrongPlan
 from jaxrl_sync.transfer.codec.rules import CodingRules
+from jaxrl_sync.transfer.payload import chain as chain_module
 from jaxrl_sync.transfer.payload.chain import Chain, compare, compare_numpy, union
+from jaxrl_sync.transfer.payload.chains import Chains
 from jaxrl_sync.transfer.payload.sections import Section
 from jaxrl_sync.transfer.payload.settings import RETRY, PayloadSettings, Seen
 from jaxrl_sync.transfer.payload.shadow import Shadow
@@ -150,21 +153,79 @@ def test_half_of_the_weights_may_change() -> None:
 
 def test_auto_takes_what_was_seen_to_be_faster_and_tries_the_other_again() -> None:
     seen = Seen()
-    assert seen.base_wanted and seen.frame_pays()  # nothing is known yet
+    versions = (Version("aaaaaaaaaaaa", n) for n in itertools.count())
+    assert seen.base_wanted and seen.frame_pays(next(versions))  # nothing is known yet
     seen.full(1 << 24, 0.010)
     seen.frame(1 << 20, 0.002, 0.050)
-    taken = [seen.frame_pays() for _ in range(2 * RETRY)]
+    taken = [seen.frame_pays(next(versions)) for _ in range(2 * RETRY)]
     assert taken.count(True) == 2 and taken[RETRY - 1] and taken[-1]
     wanted = 0
     for _ in range(RETRY):
         wanted += seen.base_wanted
-        seen.frame_pays()
+        seen.frame_pays(next(versions))
     assert wanted == 1  # a baseline is compared only where the next version may be a frame
     for _ in range(20):
         seen.frame(1 << 16, 0.001, 0.002)
-    assert seen.frame_pays() and seen.base_wanted
+    assert seen.frame_pays(next(versions)) and seen.base_wanted
     seen.full(1 << 24, 1.0)
     assert 1e7 < seen.rate < 2e9
+
+
+def test_equal_replicas_try_what_lost_again_together() -> None:
+    chains, rng = Chains(PayloadSettings("auto"), 1), np.random.default_rng(8)
+    uses = [chains.open(f"link {i}", PLAN, EDGE, "tcp") for i in range(3)]
+    tree, framed = random_tree(rng), list[int]()
+    for number in range(1, RETRY + 4):
+        tree, version = stepped(tree, 0.01, rng), Version("aaaaaaaaaaaa", number)
+        base = Version("aaaaaaaaaaaa", number - 1) if number > 1 else None
+        for use in uses:
+            assert use is not None
+            encoded = use.frame(base, version, shards(tree, SOURCE))
+            if encoded is None:
+                use.sent_full(version, shards(tree, SOURCE), EDGE.total_bytes, 1e-6)
+            else:
+                use.sent_frame(encoded, 10.0)
+                framed.append(number)
+            use.confirmed(version, 0.0)
+    first, again = framed[:3], framed[3:]
+    assert first == [2, 2, 2] and len(again) == 3 and len(set(again)) == 1 and again[0] >= RETRY
+
+
+def test_a_baseline_that_is_wrong_is_taken_again_with_the_next_anchor() -> None:
+    rng = np.random.default_rng(10)
+    chain, tree = _chain(), random_tree(rng)
+    versions = [Version("aaaaaaaaaaaa", n) for n in range(4)]
+
+    def digests() -> dict[str, tuple[int, int]]:
+        return copies_digest(EDGE.copies, shards(tree, SOURCE), "source")
+
+    chain.anchor(versions[0], shards(tree, SOURCE), digests())
+    chain._baseline[0][3] ^= 1  # a fault of memory
+    tree = stepped(tree, 0.05, rng)
+    wrong = chain.frame(versions[0], versions[1], shards(tree, SOURCE))
+    assert wrong is not None and wrong.digests != digests()  # the receiver refuses it and asks for an anchor
+    chain.anchor(versions[1], shards(tree, SOURCE), digests())
+    assert chain.step_bytes == 0
+    for before, after in itertools.pairwise(versions[1:]):
+        tree = stepped(tree, 0.05, rng)
+        right = chain.frame(before, after, shards(tree, SOURCE))
+        assert right is not None and right.digests == digests()
+
+
+def test_dense_steps_and_frames_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain_module, "LEAST_ROOM", 0)
+    rng = np.random.default_rng(11)
+    chain, tree = _chain(), random_tree(rng)
+    receivers = [Receiver(), Receiver()]
+    for number in range(1, 6):
+        tree, version = stepped(tree, 1.0, rng), Version("aaaaaaaaaaaa", number)
+        for receiver in receivers:
+            receiver.take(chain, version, tree)
+            receiver.swap(version)
+            assert receiver.holds(tree)
+        assert chain.step_bytes <= chain.baseline_bytes // 2
+        assert len(chain._frames) <= 1
+    assert chain.encoded == 4 and [r.anchors for r in receivers] == [1, 1]
 
 
 def _ready() -> tuple[Receiver, Chain, Tree, Version]:

@@ -9,6 +9,7 @@ between, with the oldest old bits and the newest new ones; a frame is encoded on
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -30,6 +31,10 @@ WINDOW_BYTES = 1 << 20
 """Bytes packed and compared at a time: they stay in the cache between the two."""
 
 KEPT_FRAMES = 4
+LEAST_ROOM = 1 << 20
+"""Bytes of steps, and of frames, that are kept however small the baseline is."""
+
+logger = logging.getLogger("jaxrl_sync.transfer")
 
 Entries = tuple[Positions, Bits, Bits]
 """Positions of one section, new bits, old bits."""
@@ -98,10 +103,18 @@ class Chain:
         """Bytes of all steps."""
         return sum(s.nbytes for s in self._steps)
 
-    def anchor(self, version: Version, sources: Shards) -> None:
-        """A full copy of ``version`` is being sent: from now on it is a base that frames can start from."""
+    def anchor(self, version: Version, sources: Shards, digests: Digests | None = None) -> None:
+        """A full copy of ``version`` was sent: from now on it is a base that frames can start from.
+
+        ``digests`` are the edge's, where they were counted for it. Where those that followed from the changes
+        are others, the baseline was not what it was taken for: it is copied again.
+        """
         with self._lock:
-            self._advance(version, sources)
+            self._advance(version, sources, digests)
+            if digests and self._head == version and self._digests != digests:
+                logger.warning("the baseline of %s was not that version: taken again", version)
+                self._restart(version, sources, digests)
+            self._forget()
 
     def frame(self, base: Version | None, version: Version, sources: Shards) -> Encoded | None:
         """The frame from ``base`` to ``version``; None where only an anchor will do.
@@ -111,19 +124,19 @@ class Chain:
         with self._lock:
             if base is None or self._head is None or base.lineage != version.lineage:
                 return None
+            key = base, version
+            if key in self._frames:
+                return self._frames[key]
             if not self._knows(base):
                 return None
             start = time.perf_counter()
             self._advance(version, sources)
             steps = self._between(base, version)
-            if steps is None:
-                return None
-            key = base, version
-            if key not in self._frames:
-                while len(self._frames) >= KEPT_FRAMES:
-                    self._frames.pop(next(iter(self._frames)))
-                self._frames[key] = self._encode(base, version, steps, start)
-            return self._frames[key]
+            found = None if steps is None else self._encode(base, version, steps, start)
+            self._forget()
+            if found is not None:
+                self._keep(key, found)
+            return found
 
     def confirm(self, receiver: object, version: Version) -> None:
         """``receiver`` acknowledged ``version``: steps that no receiver needs any more are let go."""
@@ -150,29 +163,30 @@ class Chain:
             return None
         return self._steps[first : last + 1]
 
-    def _advance(self, version: Version, sources: Shards) -> None:
+    def _advance(self, version: Version, sources: Shards, digests: Digests | None = None) -> None:
         """Make ``version`` the head, by a step where it follows the old one. An older one changes nothing."""
         head = self._head
         if head == version or (head is not None and head.follows(version)):
             return
         if head is None or not version.follows(head):
-            self._restart(version, sources)
+            self._restart(version, sources, digests)
             return
         entries = tuple(self._compare(i, sources) for i in range(len(self.sections)))
         changes = [
             places.change_of_digests(p, n, o, self._threads)
             for places, (p, n, o) in zip(self._places, entries, strict=True)
         ]
-        self._digests = add_digests(self._digests, *changes)
+        found = add_digests(self._digests, *changes)
+        self._head = None  # until the baseline is whole again
         for bits, (positions, new, _) in zip(self._baseline, entries, strict=True):
             bits[positions] = new
-        self._steps.append(Step(head, version, entries, dict(self._digests)))
-        self._head = version
-        self._forget()
+        self._steps.append(Step(head, version, entries, found))
+        self._digests, self._head = found, version
 
-    def _restart(self, version: Version, sources: Shards) -> None:
+    def _restart(self, version: Version, sources: Shards, digests: Digests | None = None) -> None:
         """Take the whole edge: the first version, or one of another lineage."""
         self._steps, self._frames, self._confirmed = [], {}, {}
+        self._head = None  # until the baseline is whole
         if not self._baseline:
             self._baseline = [np.zeros(s.elements, bits_dtype(s.itemsize)) for s in self.sections]
         for section, bits, windows in zip(self.sections, self._baseline, self._windows, strict=True):
@@ -181,7 +195,7 @@ class Chain:
                 end = at + window.total_bytes // section.itemsize
                 window.execute(sources, bits[at:end])
                 at = end
-        self._digests = copies_digest(self.edge.copies, sources, "source", self._threads)
+        self._digests = digests or copies_digest(self.edge.copies, sources, "source", self._threads)
         self._head = version
 
     def _compare(self, number: int, sources: Shards) -> Entries:
@@ -205,10 +219,24 @@ class Chain:
         while self._steps:
             oldest = self._steps[0].version
             past = bool(needed) and all(v == oldest or v.follows(oldest) for v in needed)
-            large = len(self._steps) > 1 and self.step_bytes > max(self.baseline_bytes // 2, 1 << 20)
+            large = self.step_bytes > self._room_bytes
             if not past and len(self._steps) <= self._settings.history and not large:
                 return
             self._steps.pop(0)
+
+    def _keep(self, key: tuple[Version, Version], encoded: Encoded) -> None:
+        """Remember the newest frames, for equal replicas; the last one whatever its size."""
+        self._frames[key] = encoded
+        while len(self._frames) > 1 and (
+            len(self._frames) > KEPT_FRAMES
+            or sum(len(f.data) for f in self._frames.values()) > self._room_bytes
+        ):
+            self._frames.pop(next(iter(self._frames)))
+
+    @property
+    def _room_bytes(self) -> int:
+        """Steps together, and frames together, take no more when nothing is being encoded."""
+        return max(self.baseline_bytes // 2, LEAST_ROOM)
 
     def _encode(self, base: Version, version: Version, steps: Sequence[Step], start: float) -> Encoded:
         self.encoded += 1

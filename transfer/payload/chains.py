@@ -6,6 +6,7 @@ import threading
 
 from jaxrl_sync.sharding import Edge
 from jaxrl_sync.transfer.payload.chain import Chain, Encoded
+from jaxrl_sync.transfer.payload.sections import Digests
 from jaxrl_sync.transfer.payload.settings import PayloadSettings
 from jaxrl_sync.transfer.transports.base import Shards
 from jaxrl_sync.transfer.version import Version
@@ -69,16 +70,18 @@ class Use:
         settings = self._settings
         if settings.anchor_every and self._since_anchor >= settings.anchor_every:
             return None
-        if base is None or (settings.kind == "auto" and not self.chain.seen.frame_pays()):
+        if base is None or (settings.kind == "auto" and not self.chain.seen.frame_pays(version)):
             return None
         return self.chain.frame(base, version, sources)
 
-    def sent_full(self, version: Version, sources: Shards, nbytes: int, wire_s: float) -> None:
-        """An anchor is out: the next version may be a frame on it."""
+    def sent_full(
+        self, version: Version, sources: Shards, nbytes: int, wire_s: float, digests: Digests | None = None
+    ) -> None:
+        """An anchor is out: the next version may be a frame on it. ``digests`` where they were counted."""
         self._since_anchor = 0
         self.chain.seen.full(nbytes, wire_s)
         if self._settings.kind != "auto" or self.chain.seen.base_wanted:
-            self.chain.anchor(version, sources)
+            self.chain.anchor(version, sources, digests)
 
     def sent_frame(self, encoded: Encoded, wire_s: float) -> None:
         """A frame is out."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 from typing import Literal
 
 from jaxrl_sync.transfer.codec.rules import CodingRules
+from jaxrl_sync.transfer.version import Version
 
 Payload = Literal["full", "sparse", "bitmap", "auto"]
 
@@ -62,6 +64,9 @@ class Seen:
         self.full_s = math.nan
         self.apply_s = 0.0
         self._since = 0
+        self._asked: Version | None = None
+        self._answer = True
+        self._lock = threading.Lock()
 
     def full(self, nbytes: int, wire_s: float) -> None:
         """A full round: its time, and the rate of the link."""
@@ -91,8 +96,18 @@ class Seen:
             return True
         return self.frame_s < self.full_s or self._since + 1 >= RETRY
 
-    def frame_pays(self) -> bool:
-        """Whether a frame should take less time than a full round; the loser is tried now and then."""
+    def frame_pays(self, version: Version) -> bool:
+        """Whether a frame should take less time than a full round; the loser is tried now and then.
+
+        Links of equal replicas share this: whoever asks for one version gets one answer.
+        """
+        with self._lock:
+            asked = self._asked
+            if asked is None or (asked != version and not asked.follows(version)):
+                self._asked, self._answer = version, self._decide()
+            return self._answer
+
+    def _decide(self) -> bool:
         if math.isnan(self.frame_s) or math.isnan(self.full_s):
             return True
         self._since += 1
