@@ -23,7 +23,7 @@ COPIES = (
 SHARDS = ("rows", "crossed", "deep", "back")
 
 
-def buffers() -> tuple[dict[tuple[int, str], np.ndarray], dict[tuple[int, str], np.ndarray]]:  # type: ignore[type-arg]
+def buffers() -> tuple[dict[tuple[int, str], np.ndarray], dict[tuple[int, str], np.ndarray]]:
     rng = np.random.default_rng(0)
     source = {(0, name): rng.integers(0, 256, 30_000, dtype=np.uint8) for name in SHARDS}
     return source, {(1, name): np.zeros(60_000, np.uint8) for name in "abc"}
