@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxrl_sync.transfer.errors import DeadlineError, PeerLost, ProtocolError
@@ -108,8 +108,7 @@ class Connection:
         deadline = time.monotonic() + timeout_s
         text = json.dumps(header, separators=(",", ":")).encode()
         prefix = _PREFIX.pack(_MAGIC, len(text), sum(memoryview(p).nbytes for p in payload))
-        with self._send_lock:
-            self._check_open()
+        with self._turn(self._send_lock, deadline, "sending to"):
             send_all(self.sock, [prefix + text, *payload], deadline, self.peer)
 
     def recv(self, timeout_s: float, max_payload_bytes: int = 0) -> tuple[dict[str, Any], bytearray]:
@@ -119,8 +118,7 @@ class Connection:
         other error it may not.
         """
         deadline = time.monotonic() + timeout_s
-        with self._recv_lock:
-            self._check_open()
+        with self._turn(self._recv_lock, deadline, "receiving from"):
             header, payload_bytes = self._recv_header(deadline)
             if payload_bytes > max_payload_bytes:
                 raise ProtocolError(
@@ -134,8 +132,7 @@ class Connection:
         """Receive one message whose payload fills ``views``; returns the header. ProtocolError."""
         deadline = time.monotonic() + timeout_s
         expected = sum(v.nbytes for v in views)
-        with self._recv_lock:
-            self._check_open()
+        with self._turn(self._recv_lock, deadline, "receiving from"):
             header, payload_bytes = self._recv_header(deadline)
             if payload_bytes != expected:
                 raise ProtocolError(f"{self.peer} sent {payload_bytes} payload bytes, expected {expected}")
@@ -147,15 +144,15 @@ class Connection:
         """The start of a message whose payload the caller writes to ``sock``. PeerLost, DeadlineError."""
         text = json.dumps(header, separators=(",", ":")).encode()
         prefix = _PREFIX.pack(_MAGIC, len(text), payload_bytes)
-        with self._send_lock:
-            self._check_open()
-            send_all(self.sock, [prefix + text], time.monotonic() + timeout_s, self.peer)
+        deadline = time.monotonic() + timeout_s
+        with self._turn(self._send_lock, deadline, "sending to"):
+            send_all(self.sock, [prefix + text], deadline, self.peer)
 
     def recv_header(self, timeout_s: float) -> tuple[dict[str, Any], int]:
         """The start of a message whose payload of so many bytes the caller reads from ``sock`` itself."""
-        with self._recv_lock:
-            self._check_open()
-            return self._recv_header(time.monotonic() + timeout_s)
+        deadline = time.monotonic() + timeout_s
+        with self._turn(self._recv_lock, deadline, "receiving from"):
+            return self._recv_header(deadline)
 
     def wait_readable(self, timeout_s: float) -> bool:
         """Whether a message (or the end of the stream) is there within ``timeout_s``; 0 only looks."""
@@ -190,9 +187,17 @@ class Connection:
         """Whether ``close`` was called on this side."""
         return self._closed
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise PeerLost(f"the connection to {self.peer} was closed on this side")
+    @contextlib.contextmanager
+    def _turn(self, lock: threading.Lock, deadline: float, doing: str) -> Iterator[None]:
+        """The lock, on a connection that is open; waiting for another thread's turn has a deadline too."""
+        if not lock.acquire(timeout=min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)):
+            raise DeadlineError(f"{doing} {self.peer}: another thread was at it until the deadline")
+        try:
+            if self._closed:
+                raise PeerLost(f"the connection to {self.peer} was closed on this side")
+            yield
+        finally:
+            lock.release()
 
     def close(self) -> None:
         """Close the socket; waits in other threads end with PeerLost. Idempotent."""

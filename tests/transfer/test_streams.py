@@ -138,6 +138,25 @@ def test_a_peer_that_closes_in_the_middle_is_named_on_both_sides(lanes: list[Pai
         receiver.receive(target, time.monotonic() + 5)
 
 
+def test_who_waits_for_another_threads_turn_has_a_deadline_too(pair: Pair) -> None:
+    connection = wire.Connection(pair[0], "peer")
+    started = threading.Event()
+
+    def send() -> None:
+        started.set()
+        with pytest.raises(PeerLost):
+            connection.send({"kind": "large"}, bytes(64 << 20), timeout_s=60)  # nobody reads
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    assert started.wait(10) and pair[1].recv(1)
+    with pytest.raises(DeadlineError, match="another thread"):
+        connection.send({"kind": "small"}, timeout_s=0.1)
+    connection.close()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
 @pytest.mark.parametrize("waits", ["sender", "receiver"])
 def test_a_silent_peer_is_a_deadline(lanes: list[Pair], waits: str) -> None:
     sender, receiver = ends(lanes, Terms("tcp", "", 0, 4096))
