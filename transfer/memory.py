@@ -105,7 +105,9 @@ class SharedMemory(_Memory):
 
     def answered_with(self, answer: bytes) -> bool:
         """Whether the process that opened the segment wrote ``answer`` into it."""
-        return bytes(self._map[_ANSWER_AT : _HEAD.size]) == answer
+        with contextlib.suppress(ValueError):  # the segment was replaced while the link was being opened
+            return bytes(self._map[_ANSWER_AT : _HEAD.size]) == answer
+        return False
 
     def close(self) -> None:
         """Remove the name; unmap unless arrays still look at it. Idempotent."""
@@ -134,10 +136,14 @@ class PrivateMemory(_Memory):
     name = ""
 
     def __init__(self, nbytes: int) -> None:
+        """ResourceError when there isn't room."""
         super().__init__()
         self.nbytes = nbytes
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
-        self._map = mmap.mmap(-1, nbytes, flags)
+        try:
+            self._map = mmap.mmap(-1, nbytes, flags)
+        except OSError as error:
+            raise ResourceError(f"a slot needs {nbytes} bytes of memory: {error.strerror}") from error
         self.data = memoryview(self._map)
 
     def close(self) -> None:

@@ -88,6 +88,20 @@ def test_private_memory_looks_alike() -> None:
     private.close()
 
 
+def test_memory_that_nobody_has_is_a_named_error() -> None:
+    with pytest.raises(ResourceError, match=f"a slot needs {1 << 60} bytes of memory"):
+        PrivateMemory(1 << 60)
+
+
+def test_a_segment_that_was_replaced_meanwhile_has_no_answer() -> None:
+    segment = SharedMemory(RUN, 4096)
+    other = ForeignMemory(segment.name, segment.nonce.hex(), 4096, RUN)
+    answer = other.answer()
+    segment.close()
+    assert not segment.answered_with(answer)
+    other.close()
+
+
 def test_too_little_room_is_a_named_error_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(fd: int, offset: int, length: int) -> None:
         raise OSError(28, "No space left on device")
