@@ -35,7 +35,7 @@ from jaxrl_sync.transfer.errors import (
 )
 from jaxrl_sync.transfer.exports import Exported, Held, export, export_kind, snapshot
 from jaxrl_sync.transfer.exports import Shards as SourceShards
-from jaxrl_sync.transfer.hub.client import HubClient, HubRefused
+from jaxrl_sync.transfer.hub.client import HubClient, HubRefused, Lease
 from jaxrl_sync.transfer.hub.state import version_json
 from jaxrl_sync.transfer.outbound import Outbound, keep_alive
 from jaxrl_sync.transfer.outcome import RankKey, RankOutcome, Ticket
@@ -123,23 +123,7 @@ class Publisher:
         if not wire.is_loopback(self.config.host):
             logger.warning("WEIGHTS ARE SENT UNENCRYPTED TO WHO HAS THE RUN TOKEN ON %s", self.config.host)
         try:
-            info = {
-                "model": self.config.model,
-                "address": wire.address_of(self._listener, hub_url),
-                "source": self._hub.put_blob(self.source.to_bytes()),
-                "source_digest": self.source.digest,
-                "pid": os.getpid(),
-            }
-            self._lease = self._hub.register(
-                "publisher",
-                name,
-                self.rank,
-                self.size,
-                info,
-                self.config.ttl_s,
-                on_lost=on_lost,
-                on_rejoin=self._rejoin,
-            )
+            self._lease = self._register(name, hub_url, on_lost)
         except BaseException:
             self._listener.close()
             self._hub.close()
@@ -150,6 +134,18 @@ class Publisher:
         ]
         for thread in self._threads:
             thread.start()
+
+    def _register(self, name: str, hub_url: str, on_lost: Callable[[str], None] | None) -> Lease:
+        info = {
+            "model": self.config.model,
+            "address": wire.address_of(self._listener, hub_url),
+            "source": self._hub.put_blob(self.source.to_bytes()),
+            "source_digest": self.source.digest,
+            "pid": os.getpid(),
+        }
+        who = "publisher", name, self.rank, self.size
+        ttl_s = self.config.ttl_s
+        return self._hub.register(*who, info, ttl_s, on_lost=on_lost, on_rejoin=self._rejoin)
 
     # What the training thread calls.
 
@@ -221,6 +217,9 @@ class Publisher:
                     continue
                 if not self.closing:
                     logger.error("version %s isn't announced: %s", ticket.version, error)
+                ticket.fail(error)
+            except Exception as error:  # of an export from the snapshot: later versions need this thread
+                logger.exception("version %s is announced, its shards can't be found", ticket.version)
                 ticket.fail(error)
 
     def _look_up(self, version: Version) -> None:

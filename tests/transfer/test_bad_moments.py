@@ -328,6 +328,22 @@ def test_publish_after_a_failed_one_and_after_a_regress_goes_on(rig: Rig) -> Non
     assert version == Version("a", 1) and same_bits(tree, convert(params))
 
 
+def test_an_export_that_fails_after_the_announcement_stops_no_later_version(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    params = trainer_params()
+    publisher = rig.publisher(params)
+
+    def fail(version: Version) -> None:
+        monkeypatch.undo()
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(publisher, "_look_up", fail)
+    publisher.publish(params, Version("a", 0))
+    until(lambda: "version a:0 is announced, its shards can't be found" in caplog.text)
+    assert publisher.publish(params, Version("a", 1)).wait(10).state == "committed"
+
+
 def test_a_joiner_is_served_while_another_dies(rig: Rig) -> None:
     params = trainer_params()
     publisher = rig.publisher(params)
