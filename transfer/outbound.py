@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import socket
 import threading
 import time
@@ -243,9 +244,8 @@ class Outbound:
             return
         limit_s = ready.get("timeout_s")
         config = self._publisher.config
-        deadline = time.monotonic() + min(
-            limit_s if isinstance(limit_s, (int, float)) else 60.0, config.timeout_s
-        )
+        limit_s = limit_s if isinstance(limit_s, (int, float)) and math.isfinite(limit_s) else math.inf
+        deadline = time.monotonic() + min(limit_s, config.timeout_s)
         use = self._use_of_chain
         encoded = use.frame(_base(ready), version, sources) if use is not None else None
         if encoded is None:

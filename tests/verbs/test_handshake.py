@@ -57,6 +57,8 @@ def describe(placement: str) -> dict[str, Any]:
         ("staged", ("rails", 0, "ece"), [], "ece is .*, expected a list of 1 to 1"),
         ("staged", ("rails", 0, "link_layer"), 3, "link_layer is 3"),
         ("staged", ("ring",), None, "ring is None"),
+        ("staged", ("ring",), 1025, "ring is 1025, expected 1 to 1024"),
+        ("staged", ("chunk_bytes",), 1 << 31, "chunk_bytes is 2147483648, expected 64 to 67108864"),
         ("staged", ("memory", "address"), -1, "address is -1"),
         ("staged", ("memory", "nbytes"), 8191, "ring has 8191 bytes"),
         ("staged", ("memory", "rails", 0, "rkeys"), [1 << 32], "expected 32 bits"),

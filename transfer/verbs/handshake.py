@@ -17,6 +17,9 @@ MTU_BYTES = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
 MAX_RAILS = 16
 MAX_PAIRS = 64
 MAX_PARTS = 1 << 16
+MAX_CHUNK_BYTES = 64 << 20
+MAX_RING = 1024
+"""As in `VerbsSettings`: the sender allocates an arena of this shape."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +71,7 @@ def check_offer(other: object) -> dict[str, Any]:
     found = check_common(other)
     if found.get("placement") not in ("placed", "staged"):
         raise ProtocolError(f"the peer's placement is {found.get('placement')!r}, expected placed or staged")
-    chunk, ring = integer(found, "chunk_bytes", 64, 1 << 31), integer(found, "ring", 1, 1 << 16)
+    chunk, ring = integer(found, "chunk_bytes", 64, MAX_CHUNK_BYTES), integer(found, "ring", 1, MAX_RING)
     memory = remote_of(found.get("memory"), len(found["rails"]), "the peer's ring")
     if memory.nbytes != chunk * ring:
         raise ProtocolError(f"the peer's ring has {memory.nbytes} bytes, expected ring * chunk_bytes")
