@@ -28,6 +28,12 @@ RESHARD_CASES = {
     "B": "B: fsdp 2 x tp 2 to the same",
     "C": "C: tp 4 to fsdp 2 x tp 2",
 }
+DELTAS = {
+    "encode, ffi in jit, 2 threads": "encode inside jit, C, 2 threads",
+    "encode, plain XLA": "encode, plain XLA",
+    "decode + apply, ffi in jit, 2 threads": "decode and apply inside jit, 2 threads",
+    "decode + apply, aliased, 2 threads": "decode and apply into a slot, 2 threads",
+}
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 
 
@@ -51,7 +57,37 @@ def replaced(text: str, content: str) -> str:
 
 def table(folder: Path) -> str:
     """All tables, one after the other."""
-    return runs(folder) + reshards(folder) + transports(folder)
+    return runs(folder) + reshards(folder) + transports(folder) + deltas(folder) + links(folder)
+
+
+def deltas(folder: Path) -> str:
+    """How fast a delta is made and applied: the newest row per jax version."""
+    newest = {row["jax"]: row for row in _rows(folder / "sparsity" / "speed.jsonl")}
+    if not newest:
+        return ""
+    head = "| 64M bf16 weights, 1 % changed | jax | ms | of a numpy copy |"
+    lines = ["", head, "| --- | --- | --- | --- |"]
+    for version, row in sorted(newest.items()):
+        for name, label in DELTAS.items():
+            ms = row["ms"][name]
+            lines.append(f"| {label} | {version} | {ms:.1f} | {ms / row['ms']['copy']:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def links(folder: Path) -> str:
+    """Whole synchronisations over throttled links: the newest row per rate and payload."""
+    newest = {(r["rate"], r["payload"], r["values"]): r for r in _rows(folder / "sparsity" / "sync.jsonl")}
+    if not newest:
+        return ""
+    lines = ["", "| 67 MB over tcp, 1 % changed | payload | bytes | ms |", "| --- | --- | --- | --- |"]
+    for (rate, payload, values), row in newest.items():
+        name = payload if payload == "full" else f"{payload}, {values}"
+        lines.append(f"| {rate} | {name} | {row['nbytes']:,.0f} | {row['seconds'] * 1e3:.0f} |")
+    return "\n".join(lines) + "\n"
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def reshards(folder: Path) -> str:
