@@ -9,7 +9,6 @@ import time
 from typing import Any
 
 from jaxrl_sync.sharding import Edge, UserError
-from jaxrl_sync.sharding.digests import copies_digest
 from jaxrl_sync.transfer import auth, wire
 from jaxrl_sync.transfer.codec.errors import WrongBase
 from jaxrl_sync.transfer.config import SubscriberConfig
@@ -277,10 +276,10 @@ class Inbound:
 
     def verify(self, offer: Offer, slot: Slot, deadline: float) -> None:
         """The state digest decides: what lies in the slot must be what the sender read. MismatchError."""
-        copies, threads, brought = self.edge.copies, self._config.threads, self.brought
+        copies, brought = self.edge.copies, self.brought
         found: Digests | None = brought.applied.digests if brought.applied is not None else None
         if self._config.verify and found is None:
-            found = copies_digest(copies, slot.views, "target", threads)
+            found = self.shadow.recount(slot, self._config.threads)
         sent = self.sums(offer, deadline)
         if self._config.verify and found is not None and (sent or not copies):
             wrong = sorted(p for p in found if found[p] != sent.get(p))

@@ -44,16 +44,12 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Delta:
-    """Changes of one flat buffer: ascending positions, new bits, old bits where they are known.
-
-    ``whole`` gives the buffer itself, for sections that are cheaper to send as they are.
-    """
+    """Changes of one flat buffer: ascending positions, new bits, old bits where they are known."""
 
     elements: int
     positions: Positions
     new: Bits
     old: Bits | None = None
-    whole: Callable[[], Bits] | None = None
 
     @property
     def itemsize(self) -> int:

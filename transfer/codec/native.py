@@ -71,12 +71,3 @@ def decode_rice(stream: npt.NDArray[np.uint8], parameter: int, count: int, eleme
     except ValueError as error:
         raise FrameError(f"a Rice stream of {count} entries in {elements} elements: {error}") from error
     return positions
-
-
-def gather(buffer: Bits, positions: Positions) -> Bits | None:
-    """``buffer[positions]``."""
-    if (c := coders()) is None or buffer.dtype.itemsize > 4:
-        return None
-    out = np.empty(positions.size, buffer.dtype)
-    c.delta_gather(buffer, buffer.dtype.itemsize, positions, out)
-    return out

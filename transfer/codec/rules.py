@@ -26,8 +26,3 @@ class CodingRules:
             raise ValueError(f"values={self.values!r}, expected auto, overwrite, xor or ulp")
         if self.zstd not in ("auto", "on", "off"):
             raise ValueError(f"zstd={self.zstd!r}, expected auto, on or off")
-
-    @property
-    def needs_old(self) -> bool:
-        """Whether the old bits of changed elements are of use."""
-        return self.values != "overwrite"
