@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
@@ -303,9 +302,11 @@ class Outbound:
             lanes = list(self._lanes.values())
         for lane in lanes:
             lane.close()
-        if threading.current_thread() is self._thread and self._sender is not None:
-            with contextlib.suppress(TransferError):
+        try:
+            if threading.current_thread() is self._thread and self._sender is not None:
                 self._sender.close()
+        except (UserError, OSError, BufferError) as error:
+            logger.warning("the edge to %s.%d isn't wholly closed: %s", *self.key, error)
 
     def join(self, timeout_s: float) -> None:
         """Wait for the thread to end."""

@@ -26,6 +26,7 @@ from jaxrl_sync.transfer.errors import (
     TransferError,
 )
 from jaxrl_sync.transfer.memory import SharedMemory
+from jaxrl_sync.transfer.verbs.errors import VerbsError
 from tests.transfer.models import (
     CONFIG,
     Rig,
@@ -310,6 +311,36 @@ def test_a_link_that_is_replaced_before_it_is_cut_still_costs_the_slot_its_memor
     assert len(before - {slot.generation for slot in subscriber._slots}) == 1
     monkeypatch.setattr(ShmSender, "send", real_send)
     assert take(subscriber)[0] == Version("a", 1)
+
+
+@pytest.mark.parametrize("side", ["publisher", "subscriber"])
+def test_an_edge_that_a_device_does_not_give_up_is_ended_all_the_same(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, side: str
+) -> None:
+    from jaxrl_sync.transfer.transports.shm import ShmReceiver, ShmSender
+
+    def refuse(self: Any) -> None:
+        raise VerbsError(16, "ibv_destroy_qp: Device or resource busy")
+
+    def silent(self: Any, ready: Any, sources: Any, deadline: float) -> None:
+        time.sleep(1.0)
+
+    params = trainer_params()
+    publisher, subscriber = rig.publisher(params), rig.subscriber()
+    publisher.publish(params, Version("a", 0))
+    take(subscriber)
+    monkeypatch.setattr(ShmSender if side == "publisher" else ShmReceiver, "close", refuse)
+    monkeypatch.setattr(ShmSender, "send", silent)
+    (old,) = publisher._links
+    publisher.publish(params, Version("a", 1))
+    update = subscriber.poll(10)
+    assert update is not None
+    with pytest.raises(DeadlineError):
+        update.prepare(timeout_s=0.3)
+    until(lambda: old not in publisher._links)
+    monkeypatch.undo()
+    assert "isn't wholly closed" in caplog.text
+    assert take(subscriber)[0] == Version("a", 1) and subscriber.stats()["quarantined"] == 1
 
 
 def test_publish_after_a_failed_one_and_after_a_regress_goes_on(rig: Rig) -> None:
