@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import logging
+import math
 import queue
 import threading
 import time
@@ -36,6 +37,7 @@ from jaxrl_sync.transfer.slots import Slot, Target
 from jaxrl_sync.transfer.version import Version
 
 RETRY_S = 0.5
+HUB_GRACE_S = 5.0  # a hub that is slow, or starts again, may take so much longer than a round's deadline
 SWAP_TELL_S = 0.5  # the report is small: a socket that doesn't take it at once belongs to a stuck peer
 BACKOFF_S = (0.05, 0.2, 0.5, 1.0, 2.0)
 
@@ -291,9 +293,12 @@ class Subscriber:
                 if not self._closed.is_set():
                     logger.warning("reporting to the hub: %s", error)
 
-    def _advance(self, offer: Offer, to: str, timeout_s: float | None = None) -> None:
+    def _advance(
+        self, offer: Offer, to: str, timeout_s: float | None = None, deadline: float = math.inf
+    ) -> None:
         body = {"round": offer.round, "to": to, "timeout_s": timeout_s or self.config.timeout_s}
-        self._lease.call("/v1/event/advance", body)
+        within_s = max(0.0, deadline - time.monotonic()) + HUB_GRACE_S
+        self._lease.call("/v1/event/advance", body, within_s=within_s)
 
     # The engine's thread: prepare and swap.
 
@@ -305,7 +310,7 @@ class Subscriber:
         self._make_room()
         while True:
             try:
-                self._advance(offer, "begun", limit_s)
+                self._advance(offer, "begun", limit_s, deadline)
             except HubRefused as error:
                 if error.code not in ("round_over", "unknown_round"):
                     raise
@@ -409,10 +414,10 @@ class Subscriber:
         """With several ranks: all of them hold the version, or none takes it."""
         if self.config.size == 1:
             return
-        self._advance(offer, "prepared")
+        self._advance(offer, "prepared", deadline=deadline)
         while (left := deadline - time.monotonic()) > 0:
             body = {"round": offer.round, "timeout_s": min(left, POLL_S)}
-            status = self._hub.call("/v1/round", body, min(left, POLL_S))
+            status = self._hub.call("/v1/round", body, min(left, POLL_S), within_s=left + HUB_GRACE_S)
             if status["state"] not in ("open", "committed"):
                 raise TransferError(f"version {offer.version} is {status['state']}: {status['reason']}")
             if status["prepared"]:

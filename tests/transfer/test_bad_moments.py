@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -195,6 +196,26 @@ def test_close_during_prepare_ends_it_and_leaves_no_segment(
     go_on.set()
     assert not thread.is_alive() and isinstance(failed[0], TransferError)
     assert segments(token_file) == []
+
+
+def test_prepare_without_a_hub_ends_soon_after_its_own_deadline(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = trainer_params()
+    publisher, subscriber = rig.publisher(params), rig.subscriber()
+    publisher.publish(params, Version("a", 0))
+    update = subscriber.poll(10)
+    assert update is not None
+
+    def away(*args: Any, **options: Any) -> Any:
+        raise httpx.ConnectError("connection refused")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(subscriber_module, "HUB_GRACE_S", 0.2)
+        patched.setattr(subscriber._hub._http, "request", away)
+        with pytest.raises(PeerLost, match=r"didn't answer for 0\.\d"):  # and not for the config's 60 s
+            update.prepare(timeout_s=0.5)
+    assert take(subscriber)[0] == Version("a", 0)
 
 
 def narrow_target() -> Any:

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
+import math
 import secrets
 import threading
 import time
@@ -95,14 +96,15 @@ class HubClient:
         body: dict[str, Any],
         timeout_s: float | None = None,
         until: threading.Event | None = None,
+        within_s: float = math.inf,
     ) -> dict[str, Any]:
         """POST one call and return its answer, retried while the hub is away and ``until`` isn't set.
 
-        ``timeout_s`` is how long the call itself may poll. PeerLost after ``self.timeout_s`` without the hub,
-        AuthError for a wrong token, HubRefused, ProtocolError.
+        ``timeout_s`` is how long the call itself may poll. PeerLost after ``self.timeout_s`` without the hub
+        (``within_s`` where that is less), AuthError for a wrong token, HubRefused, ProtocolError.
         """
-        limit = httpx.Timeout(10.0, read=(timeout_s or 0.0) + 15.0)
-        response = self._send("POST", path, limit, until, json=body)
+        limit = httpx.Timeout(min(10.0, within_s), read=min((timeout_s or 0.0) + 15.0, within_s))
+        response = self._send("POST", path, limit, until, within_s, json=body)
         return self._decode(response)
 
     def _send(
@@ -111,10 +113,12 @@ class HubClient:
         path: str,
         limit: httpx.Timeout,
         until: threading.Event | None = None,
+        within_s: float = math.inf,
         **kwargs: Any,
     ) -> httpx.Response:
         until = until or self._closed
-        deadline = time.monotonic() + self.timeout_s
+        patience_s = min(self.timeout_s, within_s)
+        deadline = time.monotonic() + patience_s
         attempt = 0
         while True:
             cause: Exception | None = None
@@ -130,7 +134,7 @@ class HubClient:
             if self._closed.is_set() or until.is_set():
                 raise PeerLost("the hub client was closed") from cause
             if time.monotonic() > deadline:
-                raise PeerLost(f"hub {self.url} didn't answer for {self.timeout_s:g} s: {found}") from cause
+                raise PeerLost(f"hub {self.url} didn't answer for {patience_s:g} s: {found}") from cause
             until.wait(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
             attempt += 1
 
@@ -312,16 +316,22 @@ class Lease:
             self._info.update(info)
         self._register()
 
-    def call(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
+    def call(
+        self,
+        path: str,
+        body: dict[str, Any],
+        timeout_s: float | None = None,
+        within_s: float = math.inf,
+    ) -> dict[str, Any]:
         """A call as this member, registered again where the hub forgot it. Errors of HubClient.call."""
         message = {**self.identity, **body}
         try:
-            return self.client.call(path, message, timeout_s, self._closed)
+            return self.client.call(path, message, timeout_s, self._closed, within_s)
         except HubRefused as error:
             if error.code != "unknown_member" or self._closed.is_set():
                 raise
         self._rejoin()
-        return self.client.call(path, message, timeout_s)
+        return self.client.call(path, message, timeout_s, self._closed, within_s)
 
     def _register(self) -> None:
         with self._lock:
