@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import numpy as np
 import pytest
 
@@ -45,6 +47,29 @@ def test_entries_lie_where_the_copies_put_them(number: int, kind: values.Kind) -
         assert moved == change == places.change_of_digests(positions, new, old)
         results.append(index.tolist())
     assert results[0] == results[1]
+
+
+@pytest.mark.skipif(native.coders() is None, reason="the C kernels aren't built")
+def test_c_sees_aligned_elements_wherever_a_frame_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    number = next(i for i, s in enumerate(SECTIONS) if s.itemsize > 1)
+    section, real = SECTIONS[number], native.coders()
+    places, slot = Places(section, slot_origin(SLOT.offset)), Memory(SLOT)
+    assert real is not None
+    seen: list[bool] = []
+
+    def apply(*args: object) -> None:
+        codes = args[2]
+        assert isinstance(codes, np.ndarray)
+        seen.append(codes.flags.aligned)
+        real.places_apply(*args)
+
+    monkeypatch.setattr(native, "coders", lambda: types.SimpleNamespace(places_apply=apply))
+    body = bytes(range(1, 2 + 2 * section.itemsize))
+    codes = np.frombuffer(body, f"<u{section.itemsize}", count=2, offset=1)
+    memory = bits_of_memory(slot.data, section.itemsize)
+    _, new, _ = places.apply(np.array([0, 3], np.uint32), codes, "overwrite", memory)
+    assert not codes.flags.aligned and seen == [True]
+    np.testing.assert_array_equal(new, codes)
 
 
 @pytest.mark.skipif(native.coders() is None, reason="the C kernels aren't built")

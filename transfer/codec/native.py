@@ -18,8 +18,8 @@ def coders() -> types.ModuleType | None:
     return found if found is not None and hasattr(found, "places_apply") else None
 
 
-def _aligned(array: Bits) -> Bits:
-    """The array itself, or a copy where it isn't aligned (a view into a frame)."""
+def aligned(array: Bits) -> Bits:
+    """The array itself, or a copy where it isn't aligned (a view into a frame): C reads whole elements."""
     return np.require(array, requirements=["C", "A"])
 
 
@@ -41,7 +41,7 @@ def decode_gaps(words: Bits, count: int, elements: int) -> Positions | None:
         return None
     positions = np.empty(count, np.uint32)
     try:
-        c.gaps_decode(_aligned(words), words.dtype.itemsize, elements, positions)
+        c.gaps_decode(aligned(words), words.dtype.itemsize, elements, positions)
     except ValueError as error:
         raise FrameError(
             f"{words.size} gap words of {count} entries in {elements} elements: {error}"

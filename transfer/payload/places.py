@@ -84,6 +84,7 @@ class Places:
         """Write entries into ``memory`` (the slot as elements): where, new bits, change of the digests."""
         if self._entries is None or (coders := native.coders()) is None:
             return self.apply_numpy(positions, codes, kind, memory)
+        codes = native.aligned(codes)
         index, new = np.empty(positions.size, np.int64), np.empty_like(codes)
         sums = np.zeros((len(self._groups), 2), np.uint32)
         kind_number, size = KINDS.index(kind), codes.dtype.itemsize

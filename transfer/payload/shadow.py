@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from jaxrl_sync.sharding import Copy, CopyTable, Edge, SlotLayout
 from jaxrl_sync.sharding.digests import add_digests, copies_digest
-from jaxrl_sync.transfer.codec import frame
+from jaxrl_sync.transfer.codec import frame, native
 from jaxrl_sync.transfer.codec.bits import Bits
 from jaxrl_sync.transfer.payload.places import Index, Places, slot_origin
 from jaxrl_sync.transfer.payload.sections import (
@@ -166,10 +166,10 @@ class Shadow:
         """Apply one section: (elements, new bits, what the digests change by)."""
         if change.positions is None:
             copies = self._sections[number].copies
-            before = copies_digest(copies, slot.views, "target")
-            self._scatter[number].execute(change.codes, slot.views)
+            before, codes = copies_digest(copies, slot.views, "target"), native.aligned(change.codes)
+            self._scatter[number].execute(codes, slot.views)
             after = copies_digest(copies, slot.views, "target")
-            return None, change.codes, subtract_digests(after, before)
+            return None, codes, subtract_digests(after, before)
         memory = bits_of_memory(slot.memory.data, change.itemsize)
         return self._places[number].apply(change.positions, change.codes, change.kind, memory)
 
