@@ -212,6 +212,20 @@ def test_a_baseline_that_is_wrong_is_taken_again_with_the_next_anchor() -> None:
         assert right is not None and right.digests == digests()
 
 
+def test_a_frame_that_changes_nothing_says_the_sums_of_its_version_or_is_none() -> None:
+    rng = np.random.default_rng(12)
+    chain, trees = _chain(), [random_tree(rng)]
+    versions = [Version("aaaaaaaaaaaa", n) for n in range(3)]
+    chain.anchor(versions[0], shards(trees[0], SOURCE))
+    for before, after in itertools.pairwise(versions):
+        trees.append(stepped(trees[-1], 0.05, rng))
+        assert chain.frame(before, after, shards(trees[-1], SOURCE)) is not None
+    newest = chain.frame(versions[2], versions[2], shards(trees[2], SOURCE))
+    assert newest is not None and newest.density == 0.0
+    assert newest.digests == copies_digest(EDGE.copies, shards(trees[2], SOURCE), "source")
+    assert chain.frame(versions[1], versions[1], shards(trees[1], SOURCE)) is None
+
+
 def test_dense_steps_and_frames_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chain_module, "LEAST_ROOM", 0)
     rng = np.random.default_rng(11)

@@ -154,9 +154,9 @@ class Chain:
         return base == self._head or any(s.base == base for s in self._steps)
 
     def _between(self, base: Version, version: Version) -> list[Step] | None:
-        """The steps from ``base`` to ``version``, none if they are the same; None if there is no way."""
+        """The steps from ``base`` to ``version``, none if both are the head; None if there is no way."""
         if base == version:
-            return []
+            return [] if version == self._head else None
         first = next((i for i, s in enumerate(self._steps) if s.base == base), None)
         last = next((i for i, s in enumerate(self._steps) if s.version == version), None)
         if first is None or last is None or last < first:
