@@ -7,6 +7,7 @@ alias (an accelerator), the slot is staging memory and ``fill_devices`` puts its
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import logging
 from typing import Any
@@ -86,6 +87,7 @@ class Slot:
         """Drop the arrays and the memory; who still holds the tree keeps its mapping alive."""
         self._tree = None
         self.views = Pinned({})
+        gc.collect(0)  # jax gives up what its dropped arrays aliased when the collector runs, not before
         self.memory.close()
 
 

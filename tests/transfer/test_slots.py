@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxrl_sync.sharding import Edge, SlotLayout
 from jaxrl_sync.sharding.native import kernels
 from jaxrl_sync.transfer import Version
 from jaxrl_sync.transfer.errors import TransferError
-from jaxrl_sync.transfer.memory import SharedMemory
+from jaxrl_sync.transfer.memory import PrivateMemory, SharedMemory
+from jaxrl_sync.transfer.slots import Slot, Target
 from jaxrl_sync.transfer.transports.shm import ShmSender
-from tests.transfer.models import Rig, convert, same_bits, segments, take, trainer_params
+from tests.transfer.models import Rig, convert, engine_target, same_bits, segments, take, trainer_params
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -39,6 +42,21 @@ def test_slots_arrays_and_mappings_are_made_once_and_nothing_is_compiled_again(
     assert decode._cache_size() == 1
     assert all(trees[i] is trees[i - 2] for i in range(2, 6)) and trees[0] is not trees[1]
     assert len(names) == 1 and len(mapped) == (2 if transport == "shm" else 0)
+
+
+def test_a_closed_slot_gives_its_memory_back_at_once_unless_its_tree_is_held() -> None:
+    target = Target.of(engine_target(), 0)
+    gc.disable()  # what is left to the collector stays for as long as it likes
+    try:
+        slots = [Slot(target, PrivateMemory(target.slot.total_bytes)) for _ in range(2)]
+        jax.block_until_ready(slots[0].tree())
+        held = slots[1].tree()
+        for slot in slots:
+            slot.close()
+        assert [slot.memory._map.closed for slot in slots] == [True, False]
+        assert not any(np.asarray(leaf.addressable_shards[0].data).any() for leaf in jax.tree.leaves(held))
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
