@@ -16,7 +16,16 @@ def check(config: RunConfig) -> None:
     _check_engine_mesh(config)
     _check_loss(config)
     _check_lengths(config)
+    _check_density(config)
     _check_files(config)
+
+
+def _check_density(config: RunConfig) -> None:
+    every, processes = config.sync.density_every_steps, config.trainer.processes
+    if every and processes > 1:
+        raise ConfigError(
+            f"sync.density_every_steps={every} needs trainer.processes=1, found {processes}"
+        )
 
 
 def _check_task(config: RunConfig) -> None:

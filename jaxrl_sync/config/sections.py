@@ -392,6 +392,9 @@ class SyncSection(Section):
     """auto: what changed, where that takes less time than everything (never over shared memory)."""
     every_steps: Positive = 1
     """Updates between two publishes."""
+    density_every_steps: NonNegative = 0
+    """Every so many updates one is compared bit by bit while the trainer waits, for ``RUN_DIR/density.jsonl``
+    and the report; 0: none."""
     kv_policy: Literal["keep", "recompute"] = "keep"
     """What running sequences do with their KV cache at a swap."""
     pause_mode: Literal["keep", "wait", "abort"] = "keep"

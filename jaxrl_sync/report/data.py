@@ -27,6 +27,7 @@ class RunData:
     steps: list[Row]
     evals: list[Row]
     timelines: dict[str, list[Row]]
+    density: list[Row]
     events: list[Row]
     summary: Row
     progress: Row
@@ -63,6 +64,7 @@ def read_run(run_dir: Path) -> RunData:
         steps=[row for row in rows if row.get("kind") == "step"],
         evals=[row for row in rows if row.get("kind") == "eval"],
         timelines={p.stem: read_rows(p) for p in sorted((run_dir / "timeline").glob("*.jsonl"))},
+        density=read_rows(run_dir / "density.jsonl"),
         events=read_rows(run_dir / "events.jsonl"),
         summary=_read_object(run_dir / "summary.json"),
         progress=_read_object(run_dir / "progress.json"),

@@ -32,6 +32,7 @@ from jaxrl_sync.trainer import state as train_state
 from jaxrl_sync.trainer.axes import Tree, make_mesh, replicated
 from jaxrl_sync.trainer.checkpoint import Checkpoints, Meta
 from jaxrl_sync.trainer.config import OptimizerConfig, validate_loss
+from jaxrl_sync.trainer.density import DensityLog
 from jaxrl_sync.trainer.settings import loss_config, trainer_config
 from jaxrl_sync.trainer.sft import supervised
 from jaxrl_sync.trainer.state import TrainState
@@ -192,6 +193,9 @@ def _serve(
         )
     )
     loop = Loop(world, trainer, publisher, source, checkpoints, timeline, meta, config.sync.every_steps)
+    if config.sync.density_every_steps:
+        path = context.run_dir / "density.jsonl"
+        loop.density = DensityLog(path, config.sync.density_every_steps, convert)
     loop.publish(meta.version.number)
     version = meta.version
     receiver = stack.enter_context(
@@ -251,6 +255,7 @@ class Loop:
         self._source = source
         self._checkpoints, self._timeline = checkpoints, timeline
         self._publish_every = publish_every
+        self.density: DensityLog | None = None
         self.meta = meta
         self._saved = meta.version.number if meta.parent is not None else -1
 
@@ -316,6 +321,8 @@ class Loop:
         metrics["wait_s"], metrics["publish_s"] = waited_s, 0.0
         if header.step % self._publish_every == 0 or header.last:
             metrics["publish_s"] = self.publish(header.step)
+        if self.density is not None:
+            self.density.observe(header.step, self._source(header.step))
         metrics["checkpoint_s"] = self.save() if header.checkpoint else 0.0
         return Ack(header.step, version.lineage, version.number, finite(metrics))
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxrl_sync.cli import main
@@ -16,6 +17,7 @@ from jaxrl_sync.launch.summary import describe_summary
 from jaxrl_sync.report import figures
 from jaxrl_sync.report.data import read_run
 from jaxrl_sync.report.page import SECTIONS, render
+from jaxrl_sync.transfer.density import DensityMeter
 
 
 def step_row(step: int) -> dict[str, Any]:
@@ -48,6 +50,11 @@ def fill(run_dir: Path) -> None:
         {"t0": 11.0, "t1": 11.5, "kind": "publish"},
     ]
     (run_dir / "timeline" / "trainer-0.jsonl").write_text("".join(json.dumps(r) + "\n" for r in spans))
+    meter = DensityMeter()
+    weights = [{"layers/0/w": np.arange(n, n + 64, dtype=np.float32), "norm": np.ones(4)} for n in (0, 1, 1)]
+    found = [meter.measure(weights[0], weights[1]), meter.measure(weights[1], weights[2])]
+    density = [{"version": 2 * i, **row.to_json()} for i, row in enumerate(found, 1)]
+    (run_dir / "density.jsonl").write_text("".join(json.dumps(r) + "\n" for r in density))
     (run_dir / "events.jsonl").write_text(
         json.dumps({"t": 1.0, "event": "restart", "process": "engine-0", "detail": "<killed>"}) + "\n"
     )
@@ -66,6 +73,7 @@ def test_the_page_has_every_section_with_a_picture_inside(run_dir: Path) -> None
     fill(run_dir)
     page = render(read_run(run_dir))
     assert re.findall(r"<h2>(\w+)", page) == ["Learning", "Staleness", "Timeline", "Mismatch", "Weight"] + [
+        "Density",
         "Processes",
         "Config",
     ]
