@@ -51,6 +51,7 @@ def fill(run_dir: Path) -> None:
     ]
     (run_dir / "timeline" / "trainer-0.jsonl").write_text("".join(json.dumps(r) + "\n" for r in spans))
     meter = DensityMeter()
+    weights: list[dict[str, Any]]
     weights = [{"layers/0/w": np.arange(n, n + 64, dtype=np.float32), "norm": np.ones(4)} for n in (0, 1, 1)]
     found = [meter.measure(weights[0], weights[1]), meter.measure(weights[1], weights[2])]
     density = [{"version": 2 * i, **row.to_json()} for i, row in enumerate(found, 1)]
