@@ -238,8 +238,8 @@ def test_a_watch_that_makes_no_sense_is_asked_again(rig: Rig, monkeypatch: pytes
     real = Lease.call
     lies: list[dict[str, Any]] = [{}, {"publishers": [{"role": 1}], "offer": None}, {"publishers": 3}]
 
-    def call(self: Lease, path: str, body: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
-        return lies.pop() if path == "/v1/watch" and lies else real(self, path, body, timeout_s)
+    def call(self: Lease, path: str, body: dict[str, Any], *limits: Any, **more: Any) -> dict[str, Any]:
+        return lies.pop() if path == "/v1/watch" and lies else real(self, path, body, *limits, **more)
 
     monkeypatch.setattr(Lease, "call", call)
     version, _ = take(rig.subscriber())
