@@ -60,8 +60,9 @@ class Update:
     def prepare(self, timeout_s: float | None = None) -> Prepared:
         """Move the version into a free slot, check its digest; with several ranks, wait until all have.
 
-        Blocks up to ``timeout_s`` (the config's by default); decoding may go on meanwhile. After an error the
-        serving version is untouched and ``poll`` will offer again. TransferError and its kinds.
+        Blocks up to ``timeout_s`` (the config's by default; 5 s more where the hub is away); decoding may
+        go on meanwhile. After an error the serving version is untouched and ``poll`` will offer again.
+        TransferError and its kinds.
         """
         if self.report is None:
             self._offer, self.report = self._subscriber._prepare(self._offer, timeout_s)
