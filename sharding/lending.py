@@ -8,8 +8,11 @@ to it tells.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,7 @@ from jaxrl_sync.sharding.pool import Pool, global_arrays, shards_over
 @dataclasses.dataclass(eq=False)
 class _Loan:
     pool: Pool
+    taken: bool = True  # a call fills it: nothing has borrowed it yet, and yet it isn't free
     borrowed: list[weakref.ref[Any]] = dataclasses.field(default_factory=list)
 
     @property
@@ -30,27 +34,40 @@ class _Loan:
 
 
 class Lender:
-    """The pools of one plan. Never more than one more than results were alive at once."""
+    """The pools of one plan. Never more than one more than results were alive, or in the making, at once."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._loans: list[_Loan] = []
+        self._lock = threading.Lock()
 
     @property
     def num_pools(self) -> int:
         """Copies of the target that there is memory for."""
         return len(self._loans)
 
-    def take(self) -> Pool:
-        """A pool whose memory nothing holds: one that came back, or a new one."""
-        return self._free().pool
+    @contextlib.contextmanager
+    def take(self) -> Iterator[Pool]:
+        """A pool whose memory nothing holds, one that came back or a new one, for this caller alone.
+
+        It is filled and lent inside of the ``with``; one that was not lent is free again after it.
+        """
+        loan = self._free()
+        try:
+            yield loan.pool
+        finally:
+            loan.taken = False
 
     def _free(self) -> _Loan:
-        for loan in self._loans:
-            if loan.is_back:
-                return loan
-        self._loans.append(_Loan(Pool(self._plan)))
-        return self._loans[-1]
+        with self._lock:
+            for loan in self._loans:
+                if not loan.taken and loan.is_back:
+                    loan.taken = True
+                    return loan
+        loan = _Loan(Pool(self._plan))
+        with self._lock:
+            self._loans.append(loan)
+        return loan
 
     def lend(self, pool: Pool) -> dict[str, Any]:
         """Path -> array over the memory of a pool that was taken and filled."""
@@ -67,7 +84,5 @@ class Lender:
 
 def lender(plan: Plan) -> Lender:
     """The plan's own lender; its memory lives as long as the plan or the last result."""
-    made = plan.kept.get("lender")
-    if made is None:
-        made = plan.kept["lender"] = Lender(plan)
+    made: Lender = plan.kept.get("lender") or plan.kept.setdefault("lender", Lender(plan))
     return made
