@@ -146,12 +146,12 @@ class DevicePath:
         outer, inner = self._copies(batch.paths)
         fixed = {(CONSTANT_DEVICE, name): value for name, value in self._constants.items()}
         used = {(c.source_device, c.source_path) for c in outer}
-        views = fixed | {key: np.asarray(sources[key]) for key in used - set(fixed)}
+        views = fixed | {key: np.asarray(sources[key], order="C") for key in used - set(fixed)}
         want = {key: np.zeros(shard.shape, shard.dtype) for key, shard in made.items()}
         CopyTable.direct(outer).execute(views, want)
         CopyTable.direct(inner).execute(want, want)
         for (device, path), shard in made.items():
-            if flat_bytes(np.asarray(shard)).tobytes() != flat_bytes(want[device, path]).tobytes():
+            if flat_bytes(np.asarray(shard, order="C")).tobytes() != flat_bytes(want[device, path]).tobytes():
                 raise DeviceCopyError(
                     f"reshard: as compiled for {shard.device.platform}, the gather and scatter of {path!r} "
                     f"gave other bytes on device {device} than a plain copy does; use path='host' here, and "

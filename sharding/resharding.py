@@ -52,7 +52,9 @@ def _export(params: Any, plan: Plan) -> dict[str, Any]:
 def source_views(
     arrays: dict[str, Any], plan: Plan, seen: dict[Any, tuple[int, ...]] | None = None
 ) -> dict[tuple[int, str], Any]:
-    """(device, name) -> read-only view of each shard's memory; no copy. Blocks until the arrays are ready.
+    """(device, name) -> read-only view of each shard's memory. Blocks until the arrays are ready.
+
+    No copy, but of shards whose memory is not in row-major order (``jax.experimental.layout``).
 
     ``seen``: kept by the caller between calls, so that an array's layout is compared with the plan once per
     sharding and not once per call.
@@ -66,14 +68,15 @@ def source_views(
         if devices is None:
             devices = seen[key] = _devices(name, array, plan)
         for i, device in enumerate(devices):
-            views[device, name] = np.asarray(array.addressable_data(i))
+            views[device, name] = np.asarray(array.addressable_data(i), order="C")
     return views
 
 
 def source_addresses(arrays: dict[str, Any], plan: Plan, pool: Pool) -> npt.NDArray[np.uint64]:
     """Where the source shards lie, in order of the pool's table, after the comparison with the plan.
 
-    Like `source_views` without making an array per shard. The caller keeps ``arrays`` alive meanwhile.
+    Like `source_views` without making an array per shard, for arrays that are all `_row_major`. The caller
+    keeps ``arrays`` alive meanwhile.
     """
     jax.block_until_ready(list(arrays.values()))
     where = [0] * len(pool.table(plan).source_keys)
@@ -91,6 +94,12 @@ def source_addresses(arrays: dict[str, Any], plan: Plan, pool: Pool) -> npt.NDAr
 
 def _devices_of(arrays: dict[str, Any]) -> set[Any]:
     return {d for sharding in {a.sharding for a in arrays.values()} for d in sharding.device_set}
+
+
+def _row_major(array: Any) -> bool:
+    """Whether shards lie in memory as tables of copies expect them: jax allows any order of dimensions."""
+    layout = array.format.layout
+    return layout is None or layout.major_to_minor == tuple(range(array.ndim))
 
 
 def _devices(name: str, array: Any, plan: Plan) -> tuple[int, ...]:
@@ -174,11 +183,12 @@ def reshard(
     chosen = _path(plan, path, _devices_of(arrays)) if out is None else _pool_path(out, path)
     if chosen == "device":
         return nested(_by_device(params, arrays, plan, out, donate))
-    pool = out if isinstance(out, Pool) else lender(plan).take()
-    made = _copy_and_make(arrays, plan, pool, threads) if out is not None else None
-    if made is None:
-        _copy(arrays, plan, pool, threads)()
-        made = lender(plan).lend(pool)
+    if isinstance(out, Pool):
+        made = _copy_and_make(arrays, plan, out, threads)
+    else:
+        with lender(plan).take() as pool:
+            _copy(arrays, plan, pool, threads)()
+            made = lender(plan).lend(pool)
     if donate:
         for array in (*arrays.values(), *jax.tree.leaves(params)):
             array.delete()
@@ -211,7 +221,8 @@ def _copy_and_make(arrays: dict[str, Any], plan: Plan, pool: Pool, threads: int)
 def _copy(arrays: dict[str, Any], plan: Plan, pool: Pool, threads: int) -> Callable[[], None]:
     """The host path, ready to run: one table of strided copies, then the one inside nodes."""
     table, inside = pool.table(plan), pool.fanout(plan)
-    if table.native and all(d.platform == "cpu" for d in _devices_of(arrays)):
+    plain = all(d.platform == "cpu" for d in _devices_of(arrays)) and all(map(_row_major, arrays.values()))
+    if table.native and plain:
         run = functools.partial(
             table.execute_at, source_addresses(arrays, plan, pool), pool.addresses, threads
         )

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.layout import Format
+from jax.experimental.layout import Layout as DeviceLayout
 from jax.sharding import NamedSharding
 
 from jaxrl_sync.sharding import Layout, Plan, plan, reshard, trace
@@ -96,3 +98,23 @@ def test_the_memory_goes_when_plan_and_results_are_gone() -> None:
     del made
     gc.collect()
     assert np.array_equal(bits(result["w"]), bits(want))  # a result needs no plan
+
+
+def test_memory_that_one_call_still_fills_is_not_given_to_another() -> None:
+    _, made = setting()
+    with lender(made).take() as first, lender(made).take() as second:
+        assert first is not second
+    with lender(made).take() as third:
+        assert third in (first, second)
+    with pytest.raises(ZeroDivisionError), lender(made).take():
+        raise ZeroDivisionError
+    with lender(made).take() as first, lender(made).take() as second:
+        assert first is not second and lender(made).num_pools == 2
+
+
+@pytest.mark.parametrize("path", ["host", "device"])
+def test_sources_whose_memory_is_column_major_give_the_same_values(path: str) -> None:
+    params, made = setting()
+    column_major = Format(DeviceLayout(major_to_minor=(1, 0)), params["w"].sharding)
+    result = reshard({"w": jax.device_put(params["w"], column_major)}, made, path=path)
+    assert np.array_equal(bits(result["w"]), bits(np.asarray(params["w"]).T))
