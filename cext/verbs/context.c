@@ -234,6 +234,7 @@ static PyObject *async_events(PyObject *object, PyObject *args)
     PyObject *list = PyList_New(0);
     double end = seconds_now() + timeout_s;
     int got = 0;
+    self->busy++; /* throughout: the handler of a signal may close it too */
     while (list) {
         while ((got = take_event(self, list)) > 0)
             continue;
@@ -241,16 +242,15 @@ static PyObject *async_events(PyObject *object, PyObject *args)
         if (got < 0 || PyList_Size(list) > 0 || left <= 0)
             break;
         struct pollfd fd = {.fd = self->context->async_fd, .events = POLLIN};
-        self->busy++;
         Py_BEGIN_ALLOW_THREADS
         poll(&fd, 1, left > 0.2 ? 200 : (int)(left * 1000) + 1);
         Py_END_ALLOW_THREADS
-        self->busy--;
         if (PyErr_CheckSignals() < 0)
             got = -1;
         if (got < 0)
             break;
     }
+    self->busy--;
     if (list && got < 0)
         Py_CLEAR(list);
     return list;

@@ -199,7 +199,6 @@ static void sleep_on_channel(cq_object *self, double left_s)
 {
     const struct vb_library *lib = self->owner->lib;
     struct pollfd fd = {.fd = self->channel->fd, .events = POLLIN};
-    self->busy++;
     Py_BEGIN_ALLOW_THREADS
     struct vb_cq *cq;
     void *user;
@@ -207,7 +206,6 @@ static void sleep_on_channel(cq_object *self, double left_s)
         lib->get_cq_event(self->channel, &cq, &user) == 0)
         lib->ack_cq_events(cq, 1);
     Py_END_ALLOW_THREADS
-    self->busy--;
 }
 
 /* Looks without sleeping for `spin_s`, other threads run between looks; 1 as soon as there is something, -1 with
@@ -220,38 +218,46 @@ static int spin(cq_object *self, double spin_s)
             return -1;
         if (self->held || seconds_now() >= end)
             return self->held > 0;
-        self->busy++;
         Py_BEGIN_ALLOW_THREADS
         sched_yield();
         Py_END_ALLOW_THREADS
-        self->busy--;
     }
 }
 
-static PyObject *cq_wait(PyObject *object, PyObject *args, PyObject *kwargs)
+/* 1 something to poll, 0 the time is over, -1 exception. */
+static int wait_until(cq_object *self, double timeout_s, double spin_s)
 {
-    static char *names[] = {"timeout_s", "spin_s", NULL};
-    cq_object *self = SELF(object);
-    module_state *state = state_of(Py_TYPE(object));
-    double timeout_s, spin_s = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "d|d:wait", names, &timeout_s, &spin_s) ||
-        !still_open(state, self->cq, "completion queue"))
-        return NULL;
     double end = seconds_now() + timeout_s;
     int found = spin(self, spin_s < timeout_s ? spin_s : timeout_s);
     while (!found) {
         /* Arm first and look again: what came in between would raise no event. */
         int rc = self->owner->context->ops.req_notify_cq(self->cq, 0);
-        if (rc)
-            return fail(state, rc, "arming a completion queue");
+        if (rc) {
+            fail(state_of(Py_TYPE((PyObject *)self)), rc, "arming a completion queue");
+            return -1;
+        }
         found = spin(self, 0);
         double left = end - seconds_now();
         if (found || left <= 0)
             break;
         sleep_on_channel(self, left);
         if (PyErr_CheckSignals() < 0)
-            return NULL;
+            return -1;
     }
+    return found;
+}
+
+static PyObject *cq_wait(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"timeout_s", "spin_s", NULL};
+    cq_object *self = SELF(object);
+    double timeout_s, spin_s = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "d|d:wait", names, &timeout_s, &spin_s) ||
+        !still_open(state_of(Py_TYPE(object)), self->cq, "completion queue"))
+        return NULL;
+    self->busy++; /* throughout: the handler of a signal may close it too */
+    int found = wait_until(self, timeout_s, spin_s);
+    self->busy--;
     return found < 0 ? NULL : PyBool_FromLong(found);
 }
 

@@ -109,10 +109,16 @@ static void book(qp_object *self, const job *j, region_object *region)
     region->in_flight++;
 }
 
-static void unbook(qp_object *self, uint64_t rejected)
+static void unbook(qp_object *self, const job *j, region_object *region, uint64_t rejected)
 {
     uint32_t newest = (self->batch_first + self->batch_count - 1) % self->max_send;
     self->posted -= rejected;
+    if (rejected == j->count) { /* the ring of batches has room for what is in flight, not for refused calls */
+        self->batch_count--;
+        region->in_flight--;
+        Py_DECREF((PyObject *)region);
+        return;
+    }
     self->batches[newest].last -= rejected;
     qp_release_batches(self, self->retired);
 }
@@ -134,7 +140,7 @@ static PyObject *run(qp_object *self, const job *j, region_object *region)
     }
     self->busy--;
     if (accepted < j->count)
-        unbook(self, j->count - accepted);
+        unbook(self, j, region, j->count - accepted);
     /* A full queue is no error while something is in flight that will make room. */
     if (accepted || (error == ENOMEM && self->posted != self->retired))
         return PyLong_FromUnsignedLongLong(accepted);

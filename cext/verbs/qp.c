@@ -165,19 +165,18 @@ int qp_account(qp_object *self, const struct vb_wc *wc, record *out)
 static int drain(qp_object *self, double timeout_s)
 {
     double end = seconds_now() + timeout_s;
-    for (;;) {
-        if (cq_collect(self->cq, self) < 0)
-            return -1;
-        if (in_flight(self) == 0 || seconds_now() >= end)
-            return 0;
-        self->busy++;
+    int rc;
+    self->busy++; /* throughout: the handler of a signal may close it too */
+    while ((rc = cq_collect(self->cq, self)) >= 0 && in_flight(self) && seconds_now() < end) {
         Py_BEGIN_ALLOW_THREADS
         usleep(200);
         Py_END_ALLOW_THREADS
-        self->busy--;
-        if (PyErr_CheckSignals() < 0)
-            return -1;
+        rc = PyErr_CheckSignals();
+        if (rc < 0)
+            break;
     }
+    self->busy--;
+    return rc < 0 ? -1 : 0;
 }
 
 /* What is still in flight will never complete: count it and let its memory go. */

@@ -6,11 +6,13 @@ import errno
 import gc
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -469,6 +471,36 @@ def test_refused_post_is_an_error_only_when_nothing_is_in_flight(fake: Fake) -> 
         assert write(left, right, rows((0, 0, 100))) == 0
         fake.set()
         left.collect(1)
+
+
+def test_calls_that_a_full_queue_refuses_hold_nothing(fake: Fake) -> None:
+    with pair(depth=8) as (left, right):
+        fake.set(hold=1)
+        write(left, right, rows((0, 0, 100)))
+        fake.set(hold=1, chance_partial=ANY_CHANCE, partial_errno=errno.ENOMEM)
+        for _ in range(20):  # more often than the queue is deep
+            assert write(left, right, rows((0, 0, 100))) == 0
+        assert left.region.in_flight == 1
+        fake.set()
+        left.collect(1)
+        assert left.region.in_flight == 0 and sum(left.qps[0].latency()["done"]) == 1
+
+
+def test_the_handler_of_a_signal_cannot_close_what_waits(fake: Fake) -> None:
+    with pair() as (left, _):
+        waits: list[tuple[Callable[[], object], Callable[[], object]]] = [
+            (lambda: left.cq.wait(20.0), left.cq.close),
+            (lambda: left.context.async_events(20.0), left.context.close),
+        ]
+        for wait, close in waits:
+            before = signal.signal(signal.SIGALRM, lambda number, frame, close=close: close())
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            try:
+                with pytest.raises(BufferError, match="in use"):
+                    wait()
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, before)
 
 
 def test_headers_of_this_machine_agree(tmp_path: Path) -> None:
