@@ -63,7 +63,7 @@ def describe(placement: str) -> dict[str, Any]:
         ("staged", ("memory", "nbytes"), 8191, "ring has 8191 bytes"),
         ("staged", ("memory", "rails", 0, "rkeys"), [1 << 32], "expected 32 bits"),
         ("staged", ("memory", "rails"), [], "rails is .*, expected a list of 1 to 1"),
-        ("placed", ("slots",), [], "slots is"),
+        ("placed", ("slots",), [], r"slots is \[\], expected a list of 1 to 64"),
         ("placed", ("slots", 0, "rails", 0, "part_bytes"), 50, "expected a list of 2 to 2"),
         ("placed", ("slots", 0, "nbytes"), 1 << 49, "nbytes is"),
         ("placed", ("doorbell",), None, "doorbell is 'None', expected an object"),

@@ -569,3 +569,65 @@ def test_an_engine_that_closes_in_mid_transfer_gets_a_named_error(
     timer.join()
     fake.set()
     made.close()
+
+
+def test_a_full_queue_notices_that_the_peer_went(token_file: Path, fake: Fake) -> None:
+    """Nothing completes and no retries end: only the watch can tell, long before the deadline."""
+    a, b = pair(settings("fake0"), settings("fake1"))
+    try:
+        fake.set(hold=1)
+        source, target = (
+            a.register(touched(4096), remote_write=False),
+            b.register(touched(4096), remote_write=True),
+        )
+
+        def look() -> None:
+            raise PeerLost("the connection was closed")
+
+        a.watch = look
+        many = rows(*[(0, 0, 8)] * 100)  # the queue takes 64
+        with pytest.raises(PeerLost, match="the connection was closed .queue pairs 0x"):
+            a.write(
+                a.lanes[0], source, many, remote_of(target.describe(), 1, "target"), time.monotonic() + 60
+            )
+    finally:
+        fake.set()
+        a.close()
+        b.close()
+
+
+def test_a_side_that_another_thread_closed_ends_as_peer_lost(
+    token_file: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = pair(settings("fake0"), settings("fake1"))
+    try:
+        with monkeypatch.context() as patched:  # while it waits for what events say about a failure
+            patched.setattr("jaxrl_sync.transfer.verbs.rail.time.sleep", lambda s: b.close())
+            assert b.rails[0].trouble(b.lanes[0]) == ""
+        with pytest.raises(PeerLost, match="to trainer.0 over fake1:1 was closed on this side"):
+            b.say(b.lanes[0], 1, time.monotonic() + 5)
+    finally:
+        a.close()
+        b.close()
+
+
+def test_a_queue_pair_that_cannot_be_destroyed_keeps_no_other(token_file: Path, fake: Fake) -> None:
+    """What a device refuses is said when all the rest has been closed."""
+    a = Endpoint(settings("fake0"), "engine-0.0", pairs=2, sends=64, receives=4)
+    real = a.rails[0].cq
+
+    class Refusing:
+        calls = 0
+
+        def close(self) -> None:
+            self.calls += 1
+            if self.calls == 1:
+                raise VerbsError(5, "destroying queue pair 0x000001")
+            real.close()
+
+    a.rails[0].cq = Refusing()
+    with pytest.raises(VerbsError, match="destroying queue pair 0x000001"):
+        a.close()
+    assert real.closed and all(lane.pair.closed for lane in a.lanes)
+    a.close()
+    assert fake.counts.qps == fake.counts.mrs == fake.counts.contexts == 0

@@ -143,7 +143,8 @@ class Endpoint:
     ) -> Ticket:
         """Post writes (local offset, remote offset, bytes) and ``imm`` behind them; the last one's ticket.
 
-        Cut where a message or a region ends. Blocks while the queue is full. DeadlineError, CompletionError.
+        Cut where a message or a region ends. Blocks while the queue is full. DeadlineError, CompletionError,
+        PeerLost where ``watch`` says so or another thread closed this side.
         """
         rail = self.rails[lane.rail]
         region = source.regions[lane.rail]
@@ -155,9 +156,9 @@ class Endpoint:
                 min(remote.nbytes - start, remote.part_bytes[lane.rail]),
                 remote.rkeys[lane.rail][part],
             )
-            self._post(
-                lane, region.parts[local], some, where, imm if index == len(cut) - 1 else None, deadline
-            )
+            last = imm if index == len(cut) - 1 else None
+            with rail.in_use():
+                self._post(lane, region.parts[local], some, where, last, deadline)
         nbytes = int(rows[:, 2].sum())
         lane.flights.append((lane.pair.posted, nbytes))
         lane.outstanding_bytes += nbytes
@@ -171,13 +172,19 @@ class Endpoint:
     def _post(
         self, lane: Lane, part: Any, rows: Rows, where: tuple[int, int, int], imm: int | None, deadline: float
     ) -> None:
-        done, total = 0, len(rows) + (imm is not None)
+        done, total, looked = 0, len(rows) + (imm is not None), time.monotonic()
         while done < total:
             done += lane.pair.write(part, rows, *where, start=done, imm=imm)
             if done < total:
                 self.rails[lane.rail].queue.wait(TURN_S)
                 self._collect()
-                if time.monotonic() > deadline:
+                now = time.monotonic()
+                if now - looked >= WATCH_S or now >= deadline:
+                    looked = now
+                    self._look()
+                    for rail in self.rails:
+                        rail.check_events()
+                if now >= deadline:
                     raise DeadlineError(
                         f"the queue to {self.peer} over {self.names} stayed full until the deadline"
                     )
@@ -192,17 +199,18 @@ class Endpoint:
         ``what`` was awaited.
         """
         looked = time.monotonic()
-        while not self._held and not self._collect():
-            now = time.monotonic()
-            if now - looked >= WATCH_S or now >= deadline:
-                looked = now
-                self._look()
-                for rail in self.rails:
-                    rail.check_events()
-                self._probe(now)
-            if now >= deadline:
-                raise DeadlineError(f"{what} with {self.peer} over {self.names}: deadline passed")
-            self._sleep(min(WATCH_S, deadline - now))
+        with self.rails[0].in_use():  # the first to be closed
+            while not self._held and not self._collect():
+                now = time.monotonic()
+                if now - looked >= WATCH_S or now >= deadline:
+                    looked = now
+                    self._look()
+                    for rail in self.rails:
+                        rail.check_events()
+                    self._probe(now)
+                if now >= deadline:
+                    raise DeadlineError(f"{what} with {self.peer} over {self.names}: deadline passed")
+                self._sleep(min(WATCH_S, deadline - now))
         return self._held.pop(0)
 
     def _look(self) -> None:

@@ -75,7 +75,7 @@ def check_offer(other: object) -> dict[str, Any]:
     memory = remote_of(found.get("memory"), len(found["rails"]), "the peer's ring")
     if memory.nbytes != chunk * ring:
         raise ProtocolError(f"the peer's ring has {memory.nbytes} bytes, expected ring * chunk_bytes")
-    for slot in listed(found, "slots", found["placement"] == "placed", 64):
+    for slot in listed(found, "slots", int(found["placement"] == "placed"), 64):
         remote_of(slot, len(found["rails"]), "the peer's slot")
     return found
 

@@ -95,6 +95,7 @@ class Rail:
         self._regions: list[Registered] = []
         self._opened_at = time.monotonic()
         self._closing = threading.Lock()
+        self._given_up = False
         self.lanes: list[Lane] = []
         self.cq: Any = None
         self.device: OpenDevice | None = open_device(settings.backend, chosen.port.device)
@@ -133,9 +134,18 @@ class Rail:
     def queue(self) -> Any:
         """The completion queue. PeerLost once the rail was closed, perhaps by another thread."""
         queue = self.cq
-        if queue is None:
+        if queue is None or self._given_up:
             raise PeerLost(f"the edge to {self._peer} over {self.chosen.port.name} was closed on this side")
         return queue
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """PeerLost for whatever fails below because another thread closes the rail meanwhile."""
+        try:
+            yield
+        except (VerbsError, IndexError):
+            _ = self.queue
+            raise
 
     def open_device(self) -> OpenDevice:
         """The device. PeerLost once the rail was closed."""
@@ -211,13 +221,16 @@ class Rail:
 
     def trouble(self, lane: Lane | None = None) -> str:
         """In words what asynchronous events and the port's state say about a failure; empty if nothing."""
-        if self.device is None:
+        device = self.device
+        if device is None:
             return ""
         time.sleep(EVENT_S)
         number = lane.pair.qp_num if lane is not None else -1
-        events = self.device.events(self._opened_at)
+        events = device.events(self._opened_at)
         found = [str(event) for event in events if event.kind != "qp" or event.number == number]
-        state = int(self.device.context.query_port(self.chosen.port.number)["state"])
+        state = 4
+        with contextlib.suppress(VerbsError):  # the device is gone, or closed meanwhile: the failure counts
+            state = int(device.context.query_port(self.chosen.port.number)["state"])
         if state != 4:
             found.append(f"port {self.chosen.port.name} is {_PORT_STATES.get(state, state)}, expected ACTIVE")
         moved = counters.trouble(counters.moved(self._counters, self._read_counters()))
@@ -242,10 +255,11 @@ class Rail:
 
     def check_events(self) -> None:
         """VerbsError on an event after which nothing of this rail will complete."""
-        if self.device is None:
+        device = self.device
+        if device is None:
             return
         numbers = {lane.pair.qp_num for lane in self.lanes}
-        for event in self.device.events(self._opened_at):
+        for event in device.events(self._opened_at):
             ours = event.kind in ("device", "cq") or (event.kind == "qp" and event.number in numbers)
             if event.meaning == "fatal" and ours:
                 raise VerbsError(0, f"{self.chosen.port.name}: {event}; the edge is given up")
@@ -256,6 +270,7 @@ class Rail:
         A thread that waits here ends with an error, because the watch of its link tells it. Blocks until it
         is out, for a second at most.
         """
+        self._given_up = True
         end = time.monotonic() + CLOSE_S
         while True:
             try:
@@ -268,18 +283,27 @@ class Rail:
 
     def _close_now(self) -> None:
         queue, self.cq = self.cq, None
-        if queue is not None:
-            try:
-                queue.close()  # with its queue pairs
-            except BufferError:
-                self.cq = queue
-                raise
+        refused: list[VerbsError] = []
+        try:
+            while queue is not None:
+                try:
+                    queue.close()  # with its queue pairs
+                    break
+                except VerbsError as error:
+                    refused.append(error)  # of one queue pair, which isn't tried again: the others must go
+                    if len(refused) > len(self.lanes) + 1:
+                        break
+        except BaseException:
+            self.cq = queue
+            raise
         while self._regions:
             self._regions[-1].close()  # BufferError where writes still read it
             self._regions.pop()
         device, self.device = self.device, None
         if device is not None:
             device.give_back()
+        if refused:
+            raise refused[0]
 
 
 def close_all(rails: list[Rail]) -> None:
