@@ -36,6 +36,17 @@ def names(settings: VerbsSettings) -> list[str]:
     return [chosen.port.device for chosen in rail.pick(settings)]
 
 
+def test_a_port_that_fails_for_days_stays_paused() -> None:
+    now = Clock()
+    found = Health(now)
+    for _ in range(1100):
+        found.failed("a:1")
+        now.now += LONGEST_S
+    found.failed("a:1")
+    now.now += LONGEST_S - 0.1
+    assert found.paused() == ("a:1",)
+
+
 def test_a_burst_counts_once_and_every_further_failure_doubles_the_pause() -> None:
     now = Clock()
     found = Health(now)

@@ -493,7 +493,11 @@ def test_the_handler_of_a_signal_cannot_close_what_waits(fake: Fake) -> None:
             (lambda: left.context.async_events(20.0), left.context.close),
         ]
         for wait, close in waits:
-            before = signal.signal(signal.SIGALRM, lambda number, frame, close=close: close())
+
+            def handle(number: int, frame: object, close: Callable[[], object] = close) -> None:
+                close()
+
+            before = signal.signal(signal.SIGALRM, handle)
             signal.setitimer(signal.ITIMER_REAL, 0.05)
             try:
                 with pytest.raises(BufferError, match="in use"):

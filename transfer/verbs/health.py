@@ -35,7 +35,7 @@ class Health:
             now, record = self._clock(), self._ports.setdefault(port, _Record(0, 0.0))
             if now >= record.until:  # else part of the burst that began the pause
                 record.failures += 1
-                record.until = now + min(LONGEST_S, PAUSE_S * 2 ** (record.failures - 1))
+                record.until = now + min(LONGEST_S, PAUSE_S * 2.0 ** min(record.failures - 1, 32))
 
     def well(self, port: str) -> None:
         """A round went well over the port."""
