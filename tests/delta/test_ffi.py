@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl_sync.transfer.delta import ffi, sparse
-from jaxrl_sync.transfer.delta.bits import OVERWRITE, ULP, XOR
+from jaxrl_sync.transfer.delta.bits import OVERWRITE, ULP, XOR, DeltaError
 from jaxrl_sync.transfer.delta.decode import stack_coded
 from jaxrl_sync.transfer.delta.encode import encode_local, implementation_for
 from tests.delta.bits import PATTERNS, pair, same_bits
@@ -35,6 +35,20 @@ def test_ffi_writes_a_donated_buffer_in_place_and_refuses_bad_deltas() -> None:
     kept = jnp.array(new)
     with pytest.raises(jax.errors.JaxRuntimeError, match="overflowed"):
         jax.block_until_ready(run(kept, np.array([5], np.uint32), np.array([1], np.uint16), np.uint32(2)))
+
+
+@needs_ffi
+def test_ffi_refuses_elements_of_another_width_before_it_reads_them() -> None:
+    wide, narrow = jnp.zeros(64, jnp.float32), jnp.zeros(64, jnp.bfloat16)
+    positions, one = jnp.arange(64, dtype=jnp.uint32), jnp.uint32(1)
+    with pytest.raises(DeltaError, match="old are bfloat16, 2 bytes wide, expected 4"):
+        ffi.encode(narrow, wide, 64, 0, 64, False, 1)
+    with pytest.raises(DeltaError, match="values are bfloat16, 2 bytes wide, expected 4"):
+        ffi.apply(wide, positions, narrow, one, 0, 64)
+    with pytest.raises(DeltaError, match="32 values for 64 positions"):
+        ffi.apply(wide, positions, wide[:32], one, 0, 64)
+    with pytest.raises(DeltaError, match="gaps are uint32, 4 bytes wide, expected 1"):
+        ffi.apply_coded(wide, positions, wide, wide, jnp.zeros(3, jnp.uint32), OVERWRITE, 0, 64)
 
 
 @needs_ffi

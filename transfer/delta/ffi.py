@@ -16,7 +16,7 @@ import numpy as np
 from jax import ShapeDtypeStruct as Shape
 
 from jaxrl_sync.sharding.native import kernels
-from jaxrl_sync.transfer.delta.bits import OVERWRITE, ULP, Kind, unsigned
+from jaxrl_sync.transfer.delta.bits import OVERWRITE, ULP, DeltaError, Kind, unsigned
 
 _TARGETS = ("encode", "encode_gaps", "apply", "apply_gaps")
 
@@ -50,6 +50,15 @@ def _call(name: str, results: Any, aliases: dict[int, int] | None = None) -> Any
     )
 
 
+def _check_widths(**widths: tuple[jax.Array, int]) -> None:
+    """The handlers take the widths of elements for granted: others would be read past the end of a buffer."""
+    for name, (array, expected) in widths.items():
+        if array.dtype.itemsize != expected:
+            raise DeltaError(
+                f"{name} are {array.dtype}, {array.dtype.itemsize} bytes wide, expected {expected} bytes"
+            )
+
+
 def _window(offset: int, elements: int, threads: int) -> dict[str, np.int64]:
     return {"offset": np.int64(offset), "elements": np.int64(elements), "threads": np.int64(threads)}
 
@@ -60,6 +69,7 @@ def encode(
     """(count u32, positions u32[capacity], new bits[capacity][, old bits[capacity]]) of a window of a
     buffer.
     """
+    _check_widths(old=(old, new.dtype.itemsize))
     bits = Shape((capacity,), unsigned(new.dtype))
     results = [Shape((), np.uint32), Shape((capacity,), np.uint32), bits, *([bits] if keep_old else [])]
     return list(_call("encode", results)(old, new, **_window(offset, elements, threads)))
@@ -69,6 +79,7 @@ def encode_mask(
     words: jax.Array, new: jax.Array, capacity: int, offset: int, elements: int, threads: int
 ) -> list[jax.Array]:
     """The same from the mask words of the window (bit j of word w: element 32 w + j)."""
+    _check_widths(words=(words, 4))
     results = [Shape((), np.uint32), Shape((capacity,), np.uint32), Shape((capacity,), unsigned(new.dtype))]
     return list(_call("encode", results)(words, new, mask=np.int64(1), **_window(offset, elements, threads)))
 
@@ -85,6 +96,7 @@ def encode_coded(
     """(sizes u32[3] = count, bytes of gaps, escapes; u8 gaps, values, escapes) with ``rooms`` for the
     streams.
     """
+    _check_widths(old=(old, new.dtype.itemsize))
     bits = unsigned(new.dtype)
     results = [
         Shape((3,), np.uint32),
@@ -107,6 +119,9 @@ def apply(
     threads: int = 1,
 ) -> jax.Array:
     """The buffer with ``count`` values written; in place where it is donated. Bad positions raise."""
+    _check_widths(positions=(positions, 4), values=(values, buffer.dtype.itemsize), count=(count, 4))
+    if positions.size != values.size:
+        raise DeltaError(f"{values.size} values for {positions.size} positions, expected as many")
     call = _call("apply", Shape(buffer.shape, buffer.dtype), {0: 0})
     window = _window(offset, elements, threads)
     result: jax.Array = call(buffer, positions, values, count, kind=np.int64(kind), **window)
@@ -125,6 +140,9 @@ def apply_coded(
     threads: int = 1,
 ) -> jax.Array:
     """`apply` from the streams of `encode_coded`."""
+    width = buffer.dtype.itemsize
+    codes = 1 if kind == ULP else width
+    _check_widths(gaps=(gaps, 1), values=(values, codes), escapes=(escapes, width), sizes=(sizes, 4))
     call = _call("apply_gaps", Shape(buffer.shape, buffer.dtype), {0: 0})
     window = _window(offset, elements, threads)
     result: jax.Array = call(buffer, gaps, values, escapes, sizes, kind=np.int64(kind), **window)
