@@ -143,7 +143,9 @@ def _param(a: Any, b: Any, same: Same) -> str | None:
 def _equal(a: Any, b: Any) -> bool:
     if a is b:
         return True
-    if isinstance(a, str | tuple | list) or isinstance(b, str | tuple | list):
+    if isinstance(a, tuple | list) or isinstance(b, tuple | list):  # maybe of arrays: == would be one, too
+        return type(a) is type(b) and len(a) == len(b) and all(map(_equal, a, b))
+    if isinstance(a, str) or isinstance(b, str):
         return type(a) is type(b) and bool(a == b)
     try:
         x, y = np.asarray(a), np.asarray(b)

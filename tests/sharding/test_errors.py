@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 
-from jaxrl_sync.sharding import Layout, MappingError, Plan, Shard, TensorLayout, plan, reshard, trace
+from jaxrl_sync.sharding import Layout, MappingError, Plan, Shard, TensorLayout, plan, purity, reshard, trace
 from jaxrl_sync.sharding.box import Box
 from jaxrl_sync.sharding.layout import Placement
 from jaxrl_sync.sharding.slots import SlotLayout
@@ -89,6 +89,12 @@ def test_fixed_random_numbers_and_functions_made_inside_are_pure() -> None:
         return {"a": layer(t["w"]) + noise, "b": t["w"][np.argsort(rng.random(4))], "i": t["i"]}
 
     assert trace(convert, W).digest == trace(convert, W).digest
+
+
+def test_rows_of_arrays_of_unequal_length_differ_and_are_not_compared_as_arrays() -> None:
+    a, b = np.arange(3), np.arange(3)
+    assert purity._equal((a, "x"), (b, "x"))
+    assert not purity._equal((a,), (b, b)) and not purity._equal((a,), (b + 1,))
 
 
 def test_rank_shape_and_dtype_mismatch_name_both_sides() -> None:
