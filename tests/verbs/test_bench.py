@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from jaxrl_sync.transfer.bench import queue_pairs
 from jaxrl_sync.transfer.bench.shape import BenchError, Result, Shape, parse_bytes, percentiles
 from jaxrl_sync.transfer.errors import PeerLost
 from jaxrl_sync.transfer.verbs.devices import Choice, Gid, Port
+from jaxrl_sync.transfer.verbs.records import new_records
 from jaxrl_sync.transfer.wire import Connection
 from tests.verbs.fakelib import Fake
 
@@ -97,6 +99,17 @@ def test_a_failed_write_ends_the_measurement(ports: Fake) -> None:
     ports.set(fail_at=40, fail_status=10)
     with pytest.raises(BenchError, match=r"RDMA WRITE 40 on fake0:1 failed: remote access error \(10\)"):
         both(Shape(size_bytes=64, iters=100, checked=8, pings=0, timeout_s=30.0))
+
+
+def test_an_error_behind_more_completions_than_are_taken_at_once_is_named(ports: Fake) -> None:
+    shape = Shape(size_bytes=64, depth=8)
+    with queue_pairs.Side(shape, Choice(), "b") as a, queue_pairs.Side(shape, Choice(), "a") as b:
+        a.connect(b.describe())
+        b.connect(a.describe())
+        a._records = new_records(1)
+        ports.set(fail_at=8, fail_status=10)  # write 4 says that it is done before
+        with pytest.raises(BenchError, match="RDMA WRITE 8 on fake"):
+            a.write_all(a.table(8, 0, apart=False), time.monotonic() + 20)
 
 
 def test_what_can_not_be_measured_is_said() -> None:
