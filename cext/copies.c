@@ -126,9 +126,6 @@ static void copy_rows(const copy_entry *e, int gang, const uintptr_t *sources, c
     const char *from[MAX_GANG];
     char *to[MAX_GANG];
     int64_t at[MAX_DIMS] = {0}, d;
-    for (d = 0; d < e->ndim; d++)
-        if (e->shape[d] <= 0)
-            return;
     for (int g = 0; g < gang; g++) {
         from[g] = (const char *)sources[e[g].source] + e[g].source_offset;
         to[g] = (char *)targets[e[g].target] + e[g].target_offset;
@@ -204,6 +201,9 @@ static void copy_one(void *state, int64_t index)
     int64_t run = e->run;
     if (e->gang == 0)
         return; /* its leader copies it */
+    for (int64_t d = 0; d < e->ndim; d++)
+        if (e->shape[d] <= 0)
+            return;
     if (run == 1 || run == 2 || run == 4 || run == 8 || run == 16)
         for (int64_t g = 0; g < e->gang; g++)
             copy_elements(&e[g], (char *)job->targets[e[g].target] + e[g].target_offset,

@@ -38,6 +38,27 @@ static int check_index(int64_t index, Py_ssize_t count, const char *what)
     return -1;
 }
 
+static int check_run(int64_t run, int64_t low)
+{
+    if (run >= low)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "entry has a run of %lld bytes, expected at least %lld", (long long)run,
+                 (long long)low);
+    return -1;
+}
+
+/* A stream is walked run by run, so that none of its entries may be empty. */
+static int check_filled(const copy_entry *e)
+{
+    for (int64_t d = 0; d < e->ndim; d++)
+        if (e->shape[d] < 1) {
+            PyErr_Format(PyExc_ValueError, "entry has size %lld in dimension %lld, expected at least 1",
+                         (long long)e->shape[d], (long long)d);
+            return -1;
+        }
+    return check_run(e->run, 1);
+}
+
 /* A gang must end inside the table, and its members' rows must be as many and as long as their leader's.
  * `end`: where the last gang ends, updated. */
 static int check_gang(const copy_entry *entries, int64_t i, int64_t count, int64_t *end)
@@ -73,7 +94,8 @@ static PyObject *copy_table(PyObject *module, PyObject *args)
     const copy_entry *entries = table.buf;
     int64_t count = (int64_t)((size_t)table.len / sizeof(copy_entry)), end = 0;
     for (int64_t i = 0; i < count; i++)
-        if (check_dims(entries[i].ndim, 0) < 0 || check_gang(entries, i, count, &end) < 0 ||
+        if (check_dims(entries[i].ndim, 0) < 0 || check_run(entries[i].run, 0) < 0 ||
+            check_gang(entries, i, count, &end) < 0 ||
             check_index(entries[i].source, sources.len / (Py_ssize_t)sizeof(uintptr_t), "source") < 0 ||
             check_index(entries[i].target, targets.len / (Py_ssize_t)sizeof(uintptr_t), "target") < 0)
             goto done;
@@ -132,7 +154,7 @@ static PyObject *stream_table(PyObject *module, PyObject *args)
     int64_t count = (int64_t)((size_t)table.len / sizeof(copy_entry));
     for (int64_t i = 0; i < count; i++) {
         int64_t index = receive ? entries[i].target : entries[i].source;
-        if (check_dims(entries[i].ndim, 0) < 0 ||
+        if (check_dims(entries[i].ndim, 0) < 0 || check_filled(&entries[i]) < 0 ||
             check_index(index, buffers.len / (Py_ssize_t)sizeof(uintptr_t), "buffer") < 0)
             goto done;
     }

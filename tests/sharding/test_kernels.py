@@ -145,3 +145,22 @@ def test_a_corrupt_table_raises_instead_of_crashing() -> None:
     row[6], row[0] = 0, 3
     with pytest.raises(ValueError, match="source 3 of 1"):
         native.copy_table(row, pointers, pointers, 1, 0)
+
+
+@pytest.mark.parametrize("run", [4, 12])
+def test_a_table_without_elements_copies_nothing_and_a_negative_run_is_named(run: int) -> None:
+    native = built()
+    if native is None:
+        pytest.skip("the C kernels are not built here")
+    source, target = np.ones(4096, np.uint8), np.zeros(4096, np.uint8)
+    row = np.zeros(25, np.int64)
+    row[4], row[5], row[6], row[7:10] = run, 1, 3, (0, 4, 4)
+    row[13:16] = row[19:22] = 256, 64, 16
+    at, to = (np.array([b.ctypes.data], np.uint64) for b in (source, target))
+    native.copy_table(row, at, to, 1, 0)
+    assert not target.any()
+    with pytest.raises(ValueError, match="size 0 in dimension 0, expected at least 1"):
+        native.stream_table(0, False, row, at, 0, 10)
+    row[4] = -1
+    with pytest.raises(ValueError, match="run of -1 bytes, expected at least 0"):
+        native.copy_table(row, at, to, 1, 0)
