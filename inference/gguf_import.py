@@ -148,11 +148,20 @@ def _model(file: GGUFFile) -> HFModel:
     def number(name: str, default: Any = None) -> Any:
         return file.value(f"{kind}.{name}", default)
 
+    def size(name: str, default: Any = None) -> int:
+        found = number(name, default)
+        if not isinstance(found, int) or found < 1:
+            raise CheckpointError(f"{file.path}: {name} is {found!r}, expected a whole number above 0")
+        return found
+
     for name in ("rope.scaling.type", "expert_count"):
         if file.has(f"{kind}.{name}") and number(name) not in ("none", 0):
             raise CheckpointError(f"{file.path}: {name}={number(name)!r} is not supported")
-    heads, width = number("attention.head_count"), number("embedding_length")
-    head_dim = number("attention.key_length", width // heads)
+    heads, width = size("attention.head_count"), size("embedding_length")
+    kv_heads = size("attention.head_count_kv", heads)
+    if heads % kv_heads:
+        raise CheckpointError(f"{file.path}: {heads} heads, expected a multiple of the {kv_heads} KV heads")
+    head_dim = size("attention.key_length", width // heads)
     vocab_size = len(file.value("tokenizer.ggml.tokens"))
     if number("rope.dimension_count", head_dim) != head_dim:
         found = number("rope.dimension_count")
@@ -160,12 +169,12 @@ def _model(file: GGUFFile) -> HFModel:
     names = {tensor.name for tensor in file._reader.tensors}
     decoder = DecoderConfig(
         vocab_size=vocab_size,
-        num_layers=number("block_count"),
+        num_layers=size("block_count"),
         d_model=width,
         num_heads=heads,
-        num_kv_heads=number("attention.head_count_kv", heads),
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
-        d_ff=number("feed_forward_length"),
+        d_ff=size("feed_forward_length"),
         rope_theta=float(number("rope.freq_base", 10_000.0)),
         norm_eps=float(np.float32(number("attention.layer_norm_rms_epsilon"))),
         tied_embeddings=_TOP[HEAD] not in names,
@@ -175,7 +184,7 @@ def _model(file: GGUFFile) -> HFModel:
     bos = file.value("tokenizer.ggml.bos_token_id", -1)
     return HFModel(
         decoder=decoder,
-        max_position=number("context_length"),
+        max_position=size("context_length"),
         eos_ids=(eos,) if eos >= 0 else (),
         bos_id=bos if bos >= 0 else None,
     )
@@ -227,6 +236,8 @@ def _tokenizer(file: GGUFFile, tokens: list[str]) -> Any:
     core.pre_tokenizer = pre_tokenizers.Sequence(split)
     core.decoder = decoders.ByteLevel()
     types = file.value("tokenizer.ggml.token_type", [1] * len(tokens))
+    if len(types) != len(tokens):
+        raise CheckpointError(f"{file.path}: {len(types)} token types, expected {len(tokens)}, one per token")
     special = [t for t, kind_of in zip(tokens, types, strict=True) if kind_of in _CONTROL]
     core.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
     return core

@@ -52,15 +52,15 @@ def write(path: Path, cfg: DecoderConfig, kind: str = "llama", **changes: Any) -
     out.add_context_length(512)
     out.add_embedding_length(cfg.d_model)
     out.add_feed_forward_length(cfg.d_ff)
-    out.add_head_count(cfg.num_heads)
-    out.add_head_count_kv(cfg.num_kv_heads)
+    out.add_head_count(changes.get("heads", cfg.num_heads))
+    out.add_head_count_kv(changes.get("kv_heads", cfg.num_kv_heads))
     out.add_key_length(cfg.head_dim)
     out.add_rope_freq_base(cfg.rope_theta)
     out.add_layer_norm_rms_eps(cfg.norm_eps)
     out.add_tokenizer_model(changes.get("tokenizer", "gpt2"))
     out.add_tokenizer_pre(changes.get("pre", "smollm"))
     out.add_token_list(TOKENS)
-    out.add_token_types([TokenType.CONTROL] + [TokenType.NORMAL] * (len(TOKENS) - 1))
+    out.add_token_types(changes.get("types", [TokenType.CONTROL] + [TokenType.NORMAL] * (len(TOKENS) - 1)))
     out.add_token_merges(["Ġ a", "a b", "Ġa b"])
     out.add_eos_token_id(0)
     out.add_chat_template("{{ messages }}")
@@ -156,6 +156,10 @@ def test_the_command_writes_the_folder(tmp_path: Path, capsys: pytest.CaptureFix
         ({"extra": {"rope_freqs.weight": np.ones(4, np.float32)}}, "scaled RoPE"),
         ({"tokenizer": "llama"}, "tokenizer 'llama' is not supported"),
         ({"pre": "tekken"}, "pre-tokenizer 'tekken'"),
+        ({"heads": 0}, "attention.head_count is 0, expected a whole number above 0"),
+        ({"kv_heads": [2, 4]}, r"attention.head_count_kv is \[2, 4\], expected a whole number"),
+        ({"kv_heads": 3}, "4 heads, expected a multiple of the 3 KV heads"),
+        ({"types": [TokenType.NORMAL]}, "1 token types, expected"),
         ({"kind": "phi3"}, "architecture 'phi3' is not supported; expected llama or qwen3"),
     ],
 )
