@@ -34,7 +34,10 @@ class _Loan:
 
 
 class Lender:
-    """The pools of one plan. Never more than one more than results were alive, or in the making, at once."""
+    """The pools of one plan, for any number of threads.
+
+    There are as many as results were alive or in the making at once, and those that jax had yet to let go.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
