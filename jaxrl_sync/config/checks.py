@@ -23,9 +23,7 @@ def check(config: RunConfig) -> None:
 def _check_density(config: RunConfig) -> None:
     every, processes = config.sync.density_every_steps, config.trainer.processes
     if every and processes > 1:
-        raise ConfigError(
-            f"sync.density_every_steps={every} needs trainer.processes=1, found {processes}"
-        )
+        raise ConfigError(f"sync.density_every_steps={every} needs trainer.processes=1, found {processes}")
 
 
 def _check_task(config: RunConfig) -> None:
