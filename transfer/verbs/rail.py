@@ -245,10 +245,11 @@ class Rail:
     def stats(self) -> dict[str, Any]:
         """Port, completions by status, strays, latencies, and how far the port's counters moved."""
         latencies = [lane.pair.latency() for lane in self.lanes if hasattr(lane.pair, "latency")]
+        queue = self.cq  # None when closed, perhaps by another thread just now
         return {
             "port": self.chosen.port.name,
-            "statuses": self.cq.statuses() if hasattr(self.cq, "statuses") else {},  # closed, or pyverbs
-            "strays": getattr(self.cq, "strays", 0),
+            "statuses": queue.statuses() if hasattr(queue, "statuses") else {},  # closed, or pyverbs
+            "strays": getattr(queue, "strays", 0),
             "latency_log2_ns": latencies,
             "counters": counters.moved(self._counters, self._read_counters()),
         }
