@@ -22,6 +22,7 @@ import pytest
 
 from jaxrl_sync.transfer import auth
 from jaxrl_sync.transfer.clean import remove_leftovers
+from jaxrl_sync.transfer.hub.client import HubClient
 from tests.transfer import models
 from tests.transfer.models import ServerThread, segments
 from tests.transfer.peer import bits, shard_bits
@@ -334,6 +335,19 @@ def test_a_trainer_world_of_two_processes_feeds_an_engine_of_two_processes(cast:
         assert reach(single, f"a:{number}")["digest"] == bits(expected)
 
 
+def settled(cast: Cast, engine: str, size: int) -> None:
+    """Wait until the hub knows that all ranks of an engine have installed what was offered."""
+    with HubClient(cast.common["hub"], cast.common["token"]) as hub:
+        deadline = time.monotonic() + 30
+        while True:
+            status = hub.status()
+            ranks = status["engines"][engine]["ranks"]
+            if len(ranks) == size and all(ranks.values()) and not status["rounds"]:
+                return
+            assert time.monotonic() < deadline, status
+            time.sleep(0.02)
+
+
 def test_one_dead_rank_ends_the_round_of_its_whole_engine(cast: Cast) -> None:
     trainer = cast.trainer("a")
     world: dict[str, Any] = {"coordinator": f"127.0.0.1:{free_port()}", "size": 2, "timeout_s": 4.0}
@@ -344,6 +358,7 @@ def test_one_dead_rank_ends_the_round_of_its_whole_engine(cast: Cast) -> None:
     trainer.publish(0)
     for peer in engines:
         reach(peer, "a:0")
+    settled(cast, "x", 2)  # a rank that stops before it has told the hub would hold up every later offer
     engines[1].kill(signal.SIGSTOP)
     trainer.publish(1)
     failed = engines[0].expect("error", 30)
