@@ -206,6 +206,27 @@ def fake_hub(answers: list[tuple[int, bytes]]) -> Iterator[str]:
 GOOD = (200, b'{"epoch": "e", "run_id": "r", "members": []}')
 
 
+def test_a_client_that_leaves_in_the_middle_of_a_request_is_one_line(
+    hub: ServerThread, token_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = httpx.URL(hub.url)
+    token = token_file.read_text().strip()
+    head = (
+        f"POST /v1/watch HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nContent-Length: 100\r\n\r\n"
+    )
+    with caplog.at_level("INFO"):
+        with socket.create_connection((address.host, address.port or 80), 10) as sock:
+            sock.sendall(head.encode() + b"{")
+            time.sleep(0.2)
+        deadline = time.monotonic() + 20
+        while not any("went away" in r.getMessage() for r in caplog.records):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    assert not any(r.exc_info for r in caplog.records)
+    with HubClient(hub.url, token_file) as client:
+        assert client.status()["epoch"]
+
+
 def test_server_errors_are_ridden_out_like_an_absent_hub(token_file: Path) -> None:
     page = b"<html>bad gateway</html>"
     with (

@@ -23,7 +23,7 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -216,6 +216,9 @@ class Routes:
                 return response
             except (BadRequest, ValueError) as error:
                 return JSONResponse({"error": "bad_request", "message": str(error)}, 400)
+            except ClientDisconnect:
+                logger.info("%s went away in the middle of %s", request.client, request.url.path)
+                return Response(status_code=400)
             except TimeoutError:
                 return JSONResponse({"error": "slow", "message": "the body took too long"}, 408)
 
