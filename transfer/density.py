@@ -178,10 +178,9 @@ def _changes(path: str, before: Mapping[str, Array], after: Mapping[str, Array])
         raise ValueError(
             f"tensor {path!r}: before {old.dtype}{list(old.shape)}, after {new.dtype}{list(new.shape)}"
         )
-    old_bits, new_bits = (
-        as_bits(np.ascontiguousarray(old)).ravel(),
-        as_bits(np.ascontiguousarray(new)).ravel(),
-    )
+    if new.size > 1 << 32:  # positions are uint32, as on the wire
+        raise ValueError(f"tensor {path!r} has {new.size} elements, expected at most {1 << 32}")
+    old_bits, new_bits = as_bits(np.ascontiguousarray(old)), as_bits(np.ascontiguousarray(new))
     where = np.flatnonzero(old_bits != new_bits).astype(np.uint32)
     return _Changes(path, new_bits.size, where, new_bits[where], old_bits[where])
 
@@ -227,7 +226,7 @@ def _entropy(parts: list[Bits]) -> float:
         counts.update(dict(zip(symbols.tolist(), number.tolist(), strict=True)))
     share = np.array(list(counts.values()), np.float64)
     share /= max(1.0, share.sum())
-    return float(-np.sum(share * np.log2(share)))
+    return float(np.sum(share * np.log2(1 / share)))
 
 
 def _position_bytes(changed: Iterable[_Changes]) -> dict[str, int]:

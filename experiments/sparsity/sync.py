@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 ROWS = HERE / "sync.jsonl"
 RATES = {"1 Gb/s": "1gbit", "10 Gb/s": "10gbit", "unthrottled": ""}
 PAYLOADS = (("full", "overwrite"), ("sparse", "overwrite"), ("sparse", "ulp"), ("auto", "overwrite"))
-NAMES = ("jaxrlsync-a", "jaxrlsync-b")
+NAMES = (f"jaxrlsync-{os.getpid()}-a", f"jaxrlsync-{os.getpid()}-b")  # nobody else's
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 TENSORS, STEP, LIMIT_S = 8, 3.6e-7, 300
 
@@ -58,8 +58,6 @@ def main(argv: list[str] | None = None) -> int:
 @contextlib.contextmanager
 def link(rate: str) -> Iterator[None]:
     """Two namespaces and a veth pair between them; both are gone afterwards."""
-    for name in NAMES:
-        subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
     try:
         for name in NAMES:
             _run("ip", "netns", "add", name)
@@ -146,17 +144,18 @@ def _tell(process: subprocess.Popen[str], message: dict[str, Any]) -> None:
 
 
 def _line(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """The next message; ends the bench when the process has died. A hung one ends by its own deadlines."""
+    """The next message within LIMIT_S; ends the bench when the process has died or says nothing."""
     assert process.stdout is not None
-    begin = time.monotonic()
-    while time.monotonic() - begin < LIMIT_S:
-        text = process.stdout.readline()
-        if not text:
-            raise SystemExit(f"sync: a process of the bench ended with code {process.wait(20)}")
-        if text.startswith("{"):
-            found: dict[str, Any] = json.loads(text)
-            return found
-    raise SystemExit(f"sync: no message in {LIMIT_S} s")
+    timer = threading.Timer(LIMIT_S, process.kill)
+    timer.start()
+    try:
+        for text in process.stdout:
+            if text.startswith("{"):
+                found: dict[str, Any] = json.loads(text)
+                return found
+    finally:
+        timer.cancel()
+    raise SystemExit(f"sync: a process ended with code {process.wait(20)}, or said nothing for {LIMIT_S} s")
 
 
 def _run(*command: str) -> None:

@@ -17,7 +17,13 @@ def check(config: RunConfig) -> None:
     _check_loss(config)
     _check_lengths(config)
     _check_density(config)
+    _check_adapters(config)
     _check_files(config)
+
+
+def _check_adapters(config: RunConfig) -> None:
+    if config.engine.adapters == "beside" and config.model.lora is None:
+        raise ConfigError("engine.adapters='beside' needs model.lora, found none")
 
 
 def _check_density(config: RunConfig) -> None:

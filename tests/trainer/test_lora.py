@@ -14,6 +14,7 @@ import pytest
 
 from jaxrl_sync.config import load
 from jaxrl_sync.config.convert import to_decoder, to_engine
+from jaxrl_sync.config.errors import ConfigError
 from jaxrl_sync.inference.checkpoint import load_trainer, save_engine, save_trainer
 from jaxrl_sync.inference.config import EngineConfig
 from jaxrl_sync.inference.engine import Engine
@@ -205,6 +206,8 @@ def test_config_and_refusals() -> None:
     config = load(ROOT / "experiments" / "addition" / "run.toml", changes)
     assert to_decoder(config).lora == Lora(4, 8.0) and to_engine(config).adapters
     assert not to_engine(load(ROOT / "experiments" / "addition" / "run.toml")).adapters
+    with pytest.raises(ConfigError, match="needs model.lora, found none"):
+        load(ROOT / "experiments" / "addition" / "run.toml", {"engine.adapters": "beside"})
     assert is_trained("layers/attn/q_proj/kernel", MODEL)
     assert not is_trained("layers/attn/q_proj/kernel", LORA)
     with pytest.raises(ValueError, match="rank >= 1"):
