@@ -68,11 +68,6 @@ class DevicePath:
         self._batches = tuple(self._prepare(paths) for paths in batches(plan, staging_bytes))
 
     @property
-    def num_batches(self) -> int:
-        """Batches of one execution."""
-        return len(self._batches)
-
-    @property
     def programs(self) -> frozenset[tuple[Any, Devices]]:
         """What is compiled at most: (shape, devices) of every gather and scatter."""
         return frozenset(itertools.chain.from_iterable(b.programs for b in self._batches))
