@@ -6,6 +6,7 @@ happens in threads: one that announces to the hub, one that accepts links, one p
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import logging
@@ -107,6 +108,7 @@ class Publisher:
         self._links: dict[str, Outbound] = {}
         self._last: Version | None = None
         self._checked = False
+        self._finder = concurrent.futures.ThreadPoolExecutor(1, "publisher-find")
         self._announcing: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         self._hub = HubClient(hub_url, token_file, self.config.hub_timeout_s)
         try:
@@ -206,10 +208,11 @@ class Publisher:
 
     def _announce_all(self) -> None:
         while (ticket := self._announcing.get()) is not None:
+            looking = self._finder.submit(self._look_up, ticket.version)
             try:
                 self._announce(ticket.version)
                 ticket.announced()
-                self._look_up(ticket.version)
+                looking.result()
             except TransferError as error:
                 newest = self._last
                 if _regress(error) and newest is not None and newest.follows(ticket.version):
@@ -427,6 +430,7 @@ class Publisher:
         self._hub.close()
         for thread in self._threads:
             thread.join(5.0)
+        self._finder.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._held = []
             self._spare = {}

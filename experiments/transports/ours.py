@@ -46,9 +46,9 @@ def trainer(options: dict[str, Any]) -> None:
             command = json.loads(line)
             if "publish" in command:
                 start = time.monotonic()
-                publisher.publish(params, Version("bench", command["publish"]))
-                ready_at = time.monotonic()
-                say(ready_at=ready_at, stall_s=ready_at - start)
+                ticket = publisher.publish(params, Version("bench", command["publish"]))
+                # the transfer may begin before publish returns: the clock starts when the export is done
+                say(ready_at=start + ticket.export_s, stall_s=time.monotonic() - start)
             elif "step" in command:
                 params = jax.block_until_ready(step(params))
                 say(stepped=True)
