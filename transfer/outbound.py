@@ -15,6 +15,7 @@ from jaxrl_sync.sharding.digests import copies_digest
 from jaxrl_sync.transfer.errors import DeadlineError, MismatchError, PeerLost, ProtocolError, TransferError
 from jaxrl_sync.transfer.hub.state import version_json, version_of
 from jaxrl_sync.transfer.outcome import RankKey, RankOutcome
+from jaxrl_sync.transfer.owner import Owner, Reading
 from jaxrl_sync.transfer.payload.chain import Encoded
 from jaxrl_sync.transfer.payload.chains import Use
 from jaxrl_sync.transfer.payload.settings import FRAME
@@ -30,7 +31,6 @@ from jaxrl_sync.transfer.wire import Connection
 
 if TYPE_CHECKING:
     from jaxrl_sync.transfer.pairing import Pairing
-    from jaxrl_sync.transfer.publisher import Publisher
 
 LANES_TIMEOUT_S = 10.0
 MAX_LANES = 64
@@ -50,9 +50,7 @@ def keep_alive(sock: socket.socket) -> None:
 class Outbound:
     """One link to one subscriber rank. Owns connection, lanes and mappings; ``close()`` ends it."""
 
-    def __init__(
-        self, publisher: Publisher, connection: Connection, hello: dict[str, Any], link: str
-    ) -> None:
+    def __init__(self, owner: Owner, connection: Connection, hello: dict[str, Any], link: str) -> None:
         engine, rank = hello.get("engine"), hello.get("rank")
         if not isinstance(engine, str) or not isinstance(rank, int):
             raise ProtocolError(
@@ -60,7 +58,7 @@ class Outbound:
             )
         self.key: RankKey = (engine, rank)
         self.link = link
-        self._publisher = publisher
+        self._owner = owner
         self._connection = connection
         self._lanes: dict[int, Connection] = {}
         self._lanes_changed = threading.Condition()
@@ -89,9 +87,9 @@ class Outbound:
     def _run(self) -> None:
         reason = "the publisher closed the link"
         try:
-            while not self._publisher.closing:
+            while not self._owner.closing:
                 if self._connection.wait_readable(1.0):
-                    message, _ = self._connection.recv(self._publisher.config.handshake_timeout_s)
+                    message, _ = self._connection.recv(self._owner.config.handshake_timeout_s)
                     self._take(message)
         except UserError as error:
             reason = str(error)
@@ -100,7 +98,7 @@ class Outbound:
             reason = f"{type(error).__name__}: {error}"
         finally:
             self.close()
-            self._publisher.link_ended(self, reason)
+            self._owner.link_ended(self, reason)
 
     def _take(self, message: dict[str, Any]) -> None:
         match message.get("kind"):
@@ -117,26 +115,26 @@ class Outbound:
                 result = dataclasses.replace(sent, state="installed", seconds=seconds)
                 if self._use_of_chain is not None:
                     self._use_of_chain.confirmed(version, seconds.get("apply", 0.0))
-                self._publisher.installed(self.key, version, result)
+                self._owner.installed(self.key, version, result)
             case "gave_up":
                 detail = str(message.get("reason"))
-                self._publisher.gave_up(self.key, _version(message), RankOutcome("aborted", detail))
+                self._owner.gave_up(self.key, _version(message), RankOutcome("aborted", detail))
             case kind:
                 raise ProtocolError(f"{self._connection.peer} sent a message {kind!r} that isn't known here")
 
     def _say(self, message: dict[str, Any]) -> None:
-        self._connection.send(message, timeout_s=self._publisher.config.timeout_s)
+        self._connection.send(message, timeout_s=self._owner.config.timeout_s)
 
     def _open(self, message: dict[str, Any]) -> dict[str, Any]:
         """Pair the layouts, compare plans, choose the transport. A refusal says why in words."""
         try:
-            pairing = self._publisher.pairing(str(message.get("target")), str(message.get("correspondence")))
+            pairing = self._owner.pairing(str(message.get("target")), str(message.get("correspondence")))
             if message.get("plan") != pairing.digest:
                 raise MismatchError(f"plan digest {message.get('plan')!r}, expected {pairing.digest!r} here")
             process = message.get("process")
             if not isinstance(process, int):
                 raise ProtocolError(f"open names process {process!r}, expected an integer")
-            self._edge = pairing.edge(self._publisher.rank, process)
+            self._edge = pairing.edge(self._owner.rank, process)
             self._pairing = pairing
             opened = self._choose(message, SlotLayout.of(pairing.target, process))
         except PeerLost:
@@ -145,13 +143,13 @@ class Outbound:
             logger.warning("refused a link to %s.%d: %s", *self.key, error)
             fatal = isinstance(error, (MismatchError, MappingError))
             return {"kind": "refused", "reason": str(error), "fatal": fatal}
-        self._publisher.link_opened(self, pairing)
+        self._owner.link_opened(self, pairing)
         return opened
 
     def _choose(self, message: dict[str, Any], slot: SlotLayout) -> dict[str, Any]:
         """shm where a nonce in the receiver's memory can be read here, else verbs, else tcp; and why."""
         assert self._edge is not None
-        config = self._publisher.config
+        config = self._owner.config
         wanted = {config.transport, str(message.get("transport"))} - {"auto"}
         if len(wanted) > 1:
             raise MismatchError(f"publisher and subscriber ask for different transports: {sorted(wanted)}")
@@ -175,17 +173,17 @@ class Outbound:
         chosen, why = opened.pop("transport"), opened.pop("reason")
         border = {"shm": ALL_PLACED, "tcp": config.placed_run_bytes}.get(chosen, ALL_STAGED)
         self.terms = Terms(chosen, why, border, config.chunk_bytes, payloads)
-        self._publisher.chains.close(self.link)
+        self._owner.chains.close(self.link)
         self._use_of_chain = None
         if FRAME in payloads:
             plan = str(message.get("plan"))
-            self._use_of_chain = self._publisher.chains.open(self.link, plan, self._edge, chosen)
+            self._use_of_chain = self._owner.chains.open(self.link, plan, self._edge, chosen)
         logger.info("edge to %s.%d: %s (%s), %d bytes", *self.key, chosen, why, self._edge.total_bytes)
         return opened | {"terms": self.terms.to_json()}
 
     def _try_shm(self, message: dict[str, Any], slot: SlotLayout) -> dict[str, Any]:
         assert self._edge is not None
-        sender = ShmSender(self._edge, slot, self._publisher.run_id, self._publisher.config.threads)
+        sender = ShmSender(self._edge, slot, self._owner.run_id, self._owner.config.threads)
         try:
             segments = message.get("segments") or []
             if not segments:
@@ -200,7 +198,7 @@ class Outbound:
 
     def _try_verbs(self, message: dict[str, Any], slot: SlotLayout) -> dict[str, Any]:
         assert self._edge is not None
-        config, offer = self._publisher.config, message.get("verbs")
+        config, offer = self._owner.config, message.get("verbs")
         if offer is None and message.get("verbs_port"):
             why = " and ".join(chosen.reason for chosen in pick(config.verbs))
             return {"transport": "verbs", "reason": f"both ends have a port, here {why}"}
@@ -236,31 +234,39 @@ class Outbound:
         version, round_id = _version(ready), str(ready.get("round"))
         if self._sender is None or self._edge is None or self._pairing is None:
             raise ProtocolError(f"{self._connection.peer} is ready before the link is open")
-        queue_s = self._publisher.since_published(version)
-        sources = self._publisher.sources(version, self._pairing)
-        if isinstance(sources, str):
-            self._say({"kind": "refused", "round": round_id, "reason": sources})
-            return
+        queue_s = self._owner.since_published(version)
         limit_s = ready.get("timeout_s")
-        config = self._publisher.config
+        config = self._owner.config
         limit_s = limit_s if isinstance(limit_s, (int, float)) and math.isfinite(limit_s) else math.inf
         deadline = time.monotonic() + min(limit_s, config.timeout_s)
-        use = self._use_of_chain
-        encoded = use.frame(_base(ready), version, sources) if use is not None else None
-        if encoded is None:
-            sent = self._send_full(ready, version, sources, deadline)
-        else:
-            sent = self._send_frame(ready, version, encoded, deadline)
+        reading = self._owner.read(version, self._pairing, deadline)
+        if isinstance(reading, str):
+            self._say({"kind": "refused", "round": round_id, "reason": reading})
+            return
+        try:
+            sent = self._send(ready, version, reading, deadline)
+        finally:
+            reading.close()
         sent = dataclasses.replace(sent, seconds={**sent.seconds, "queue": queue_s})
         self._sent = {round_id: sent}
-        self._publisher.count_sent(sent.nbytes, sent.seconds["wire"], frame=encoded is not None)
+        self._owner.count_sent(sent.nbytes, sent.seconds["wire"], frame=sent.payload == FRAME)
+
+    def _send(
+        self, ready: dict[str, Any], version: Version, reading: Reading, deadline: float
+    ) -> RankOutcome:
+        """A frame where the receiver's version is a base for one, else everything."""
+        use = self._use_of_chain
+        encoded = use.frame(_base(ready), version, reading.shards) if use is not None else None
+        if encoded is None:
+            return self._send_full(ready, version, reading.shards, deadline)
+        return self._send_frame(ready, version, encoded, deadline)
 
     def _send_full(
         self, ready: dict[str, Any], version: Version, sources: Shards, deadline: float
     ) -> RankOutcome:
         """Every element of the edge, then its sums; afterwards the version is a base for frames."""
         assert self._sender is not None and self._edge is not None
-        round_id, config, nbytes = str(ready.get("round")), self._publisher.config, self._edge.total_bytes
+        round_id, config, nbytes = str(ready.get("round")), self._owner.config, self._edge.total_bytes
         self._say({"kind": "begin", "round": round_id, "payload": FULL})
         start = time.monotonic()
         self._sender.send(ready, sources, deadline)
@@ -288,7 +294,7 @@ class Outbound:
             self._connection.send(header, encoded.data, timeout_s=remaining(deadline))
         wire_s = time.monotonic() - start
         self._say({"kind": "done", "round": round_id, "version": version_json(version)})
-        digests = encoded.digests if self._publisher.config.verify else {}
+        digests = encoded.digests if self._owner.config.verify else {}
         self._say({"kind": "sums", "round": round_id, "digests": digests})
         self._use_of_chain.sent_frame(encoded, wire_s)
         seconds = {"wire": wire_s, "encode": encoded.encode_s}

@@ -7,13 +7,10 @@ happens in threads: one that announces to the hub, one that accepts links, one p
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import logging
 import os
 import queue
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,28 +21,25 @@ import jax
 
 from jaxrl_sync.sharding import Correspondence, Layout
 from jaxrl_sync.sharding.paths import nested
-from jaxrl_sync.transfer import auth, wire
 from jaxrl_sync.transfer.config import PublisherConfig
 from jaxrl_sync.transfer.errors import (
     DeadlineError,
-    MismatchError,
     PeerLost,
-    ProtocolError,
-    ResourceError,
     TransferError,
 )
 from jaxrl_sync.transfer.exports import Exported, Held, export, export_kind, snapshot
-from jaxrl_sync.transfer.exports import Shards as SourceShards
 from jaxrl_sync.transfer.hub.client import HubClient, HubRefused, Lease
 from jaxrl_sync.transfer.hub.state import version_json
-from jaxrl_sync.transfer.outbound import Outbound, keep_alive
+from jaxrl_sync.transfer.listening import Listening
+from jaxrl_sync.transfer.outbound import Outbound
 from jaxrl_sync.transfer.outcome import RankKey, RankOutcome, Ticket
+from jaxrl_sync.transfer.owner import Reading
 from jaxrl_sync.transfer.pairing import Pairing, compare_layouts
+from jaxrl_sync.transfer.pairings import Pairings
 from jaxrl_sync.transfer.payload.chains import Chains
 from jaxrl_sync.transfer.version import Version
 
 KEPT_TICKETS = 64
-MAX_HANDSHAKES = 64
 
 logger = logging.getLogger("jaxrl_sync.transfer")
 
@@ -93,19 +87,14 @@ class Publisher:
         self.rank = jax.process_index() if rank is None else rank
         self.size = jax.process_count() if size is None else size
         self.closing = False
-        self._convert = convert
         self._lock = threading.Lock()
-        self._planning = threading.Lock()
-        self._handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
         self._stats = PublisherStats()
         self.chains = Chains(self.config.payload, self.config.threads)
-        self._pairings: dict[tuple[str, str], Pairing] = {}
         self._kinds: dict[str, Correspondence] = {}
         self._held: list[Held] = []
         self._spare: dict[str, Exported] = {}
         self._tickets: list[Ticket] = []
         self._published_at: dict[Version, float] = {}
-        self._links: dict[str, Outbound] = {}
         self._last: Version | None = None
         self._checked = False
         self._finder = concurrent.futures.ThreadPoolExecutor(1, "publisher-find")
@@ -116,31 +105,27 @@ class Publisher:
         except BaseException:
             self._hub.close()
             raise
+        limit_s = self.config.handshake_timeout_s
+        self._pairings = Pairings(self._hub, self.source, self.size, convert, limit_s)
         try:
-            self._listener = wire.listen(self.config.host, self.config.port)
-        except OSError as error:
+            self._listening = Listening(self, self._hub.token, "publisher")
+        except BaseException:
             self._hub.close()
-            message = f"can't listen on {self.config.host}:{self.config.port}: {error.strerror}"
-            raise ResourceError(message) from error
-        if not wire.is_loopback(self.config.host):
-            logger.warning("WEIGHTS ARE SENT UNENCRYPTED TO WHO HAS THE RUN TOKEN ON %s", self.config.host)
+            raise
         try:
             self._lease = self._register(name, hub_url, on_lost)
         except BaseException:
-            self._listener.close()
+            self._listening.close()
             self._hub.close()
             raise
-        self._threads = [
-            threading.Thread(target=self._accept, name="publisher-accept", daemon=True),
-            threading.Thread(target=self._announce_all, name="publisher-announce", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._announce_all, name="publisher-announce", daemon=True)
+        self._thread.start()
+        self._listening.start()
 
     def _register(self, name: str, hub_url: str, on_lost: Callable[[str], None] | None) -> Lease:
         info = {
             "model": self.config.model,
-            "address": wire.address_of(self._listener, hub_url),
+            "address": self._listening.address(hub_url),
             "source": self._hub.put_blob(self.source.to_bytes()),
             "source_digest": self.source.digest,
             "pid": os.getpid(),
@@ -171,8 +156,8 @@ class Publisher:
         exports = {kind: export(c, tree, spare.get(kind)) for kind, c in kinds.items()}
         held = Held(version, exports, None if kinds else snapshot(tree))
         export_s = time.monotonic() - start
+        ranks = sorted({link.key for link in self._listening.links})
         with self._lock:
-            ranks = sorted({link.key for link in self._links.values()})
             ticket = Ticket(version, ranks, export_s)
             all_held = [*self._held, held]
             self._held = all_held[-self.config.keep_versions :]
@@ -201,7 +186,7 @@ class Publisher:
     def stats(self) -> dict[str, float]:
         """Counters as a dictionary: see PublisherStats."""
         with self._lock:
-            counters = {**dataclasses.asdict(self._stats), "links": len(self._links)}
+            counters = {**dataclasses.asdict(self._stats), "links": len(self._listening.links)}
         return {**counters, **self.chains.stats()}
 
     # The hub.
@@ -259,40 +244,9 @@ class Publisher:
 
     def pairing(self, target: str, correspondence: str) -> Pairing:
         """The pairing of a subscriber's blobs, planned the first time. MismatchError, MappingError."""
-        with self._planning:  # equal replicas ask at the same time: plan once
-            return self._pair(target, correspondence)
+        return self._pairings.get(target, correspondence)
 
-    def _pair(self, target: str, correspondence: str) -> Pairing:
-        key = (target, correspondence)
-        if key in self._pairings:
-            return self._pairings[key]
-        layout = Layout.from_bytes(self._blob(target))
-        theirs = Correspondence.from_bytes(self._blob(correspondence))
-        if theirs.source is None:
-            raise MismatchError("the subscriber's correspondence names no source layout")
-        compare_layouts(self.source, theirs.source, "the source layout that the subscriber planned with")
-        if self.size > 1 and any(leaf.kind == "computed" for leaf in theirs.leaves):
-            raise MismatchError(
-                f"the conversion computes leaves, and this trainer world has {self.size} processes: their "
-                "program may need all at once, but subscribers come at any time; convert before publishing"
-            )
-        if self._convert is not None:  # computed leaves are evaluated by a function that never travels
-            theirs = theirs.bind(self._convert, self.source, layout)
-        self._pairings[key] = Pairing.of(layout, theirs)
-        return self._pairings[key]
-
-    def _blob(self, digest: str) -> bytes:
-        """A blob from the hub; waits a little while its owner registers it (again)."""
-        deadline = time.monotonic() + self.config.handshake_timeout_s
-        while True:
-            try:
-                return self._hub.get_blob(digest)
-            except HubRefused:
-                if time.monotonic() > deadline:
-                    raise
-            time.sleep(0.1)
-
-    def sources(self, version: Version, pairing: Pairing) -> SourceShards | str:
+    def read(self, version: Version, pairing: Pairing, deadline: float) -> Reading | str:
         """The shards to send for ``version``, or in words why there are none."""
         with self._lock:
             held = next((h for h in self._held if h.version == version), None)
@@ -304,7 +258,7 @@ class Publisher:
             return f"version {version} was superseded, the newest here is {newest}"
         if shards is None:
             return f"version {version} was exported before this layout was known; the next one will do"
-        return shards
+        return Reading(shards)
 
     def since_published(self, version: Version) -> float:
         """Seconds since ``publish`` was called for a version that is still held."""
@@ -342,14 +296,12 @@ class Publisher:
         """A link has a plan: its kind of export is made with every later version."""
         with self._lock:
             self._kinds.setdefault(export_kind(pairing.correspondence), pairing.correspondence)
-            self._links[link.link] = link
 
     def link_ended(self, link: Outbound, reason: str) -> None:
         """A link is gone: what it still owed is failed."""
         self.chains.close(link.link)
+        replaced = self._listening.forget(link)
         with self._lock:
-            self._links.pop(link.link, None)
-            replaced = any(other.key == link.key for other in self._links.values())
             tickets = list(self._tickets)
         if not self.closing:
             logger.info("link to %s.%d ended: %s", *link.key, reason)
@@ -357,80 +309,17 @@ class Publisher:
             for ticket in tickets:
                 ticket.settle_known(link.key, RankOutcome("failed", reason))
 
-    def _accept(self) -> None:
-        self._listener.settimeout(0.5)
-        while not self.closing:
-            try:
-                sock, address = self._listener.accept()
-            except TimeoutError:
-                continue
-            except OSError as error:
-                if self.closing:
-                    return
-                logger.warning("can't accept a subscriber's connection: %s", error)
-                time.sleep(0.5)  # out of descriptors: a later round may do better
-                continue
-            peer = f"{address[0]}:{address[1]}"
-            if not self._handshakes.acquire(blocking=False):
-                logger.warning("connection from %s: %d others are still unproven", peer, MAX_HANDSHAKES)
-                sock.close()
-                continue
-            threading.Thread(
-                target=self._welcome, args=(sock, peer), name="publisher-welcome", daemon=True
-            ).start()
-
-    def _welcome(self, sock: socket.socket, peer: str) -> None:
-        """Check the token of a new connection and hand it to its link."""
-        link = secrets.token_hex(8)
-        try:
-            hello = auth.accept(
-                sock, self._hub.token, self.run_id, self.config.handshake_timeout_s, reply={"link": link}
-            )
-            keep_alive(sock)
-            connection = wire.Connection(sock, f"{hello.get('engine')}.{hello.get('rank')} at {peer}")
-            self._hand_over(connection, hello, link)
-        except (TransferError, OSError) as error:
-            logger.warning("connection from %s: %s", peer, error)
-            sock.close()
-        finally:
-            self._handshakes.release()
-
-    def _hand_over(self, connection: wire.Connection, hello: dict[str, Any], link: str) -> None:
-        if hello.get("purpose") == "weights":
-            outbound = Outbound(self, connection, hello, link)
-            with self._lock:
-                if self.closing:
-                    raise PeerLost("the publisher is closing")
-                self._links[link] = outbound
-            outbound.start()
-        elif hello.get("purpose") == "lane":
-            with self._lock:
-                found = self._links.get(str(hello.get("link")))
-            if found is None:
-                raise ProtocolError(f"a lane of the unknown link {hello.get('link')!r}")
-            found.add_lane(connection, hello.get("lane"))
-        else:
-            raise ProtocolError(f"purpose {hello.get('purpose')!r}, expected weights or lane")
-
     def close(self) -> None:
         """Leave the hub, end links and threads, free the buffers. Idempotent; blocks some seconds at most."""
         with self._lock:
             if self.closing:
                 return
             self.closing = True
-            links = list(self._links.values())
         self._announcing.put(None)
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
         self._lease.close()
-        for link in links:
-            link.close()
-            link.join(5.0)
+        self._listening.close()
         self._hub.close()
-        for thread in self._threads:
-            thread.join(5.0)
-        self._finder.shutdown(wait=False, cancel_futures=True)
+        self._thread.join(5.0)
         with self._lock:
             self._held = []
             self._spare = {}

@@ -79,17 +79,17 @@ def test_lanes_with_absurd_numbers_are_refused(
 def test_a_publisher_out_of_descriptors_takes_links_again_later(rig: Rig) -> None:
     params = trainer_params()
     publisher = rig.publisher(params)
-    real, refused = publisher._listener, threading.Event()
+    real, refused = publisher._listening._listener, threading.Event()
 
     class Full:
         """A listener that can't accept once."""
 
         def accept(self) -> Any:
-            publisher._listener = real
+            publisher._listening._listener = real
             refused.set()
             raise OSError(errno.EMFILE, "Too many open files")
 
-    publisher._listener = Full()  # type: ignore[assignment]
+    publisher._listening._listener = Full()  # type: ignore[assignment]
     assert refused.wait(5)
     publisher.publish(params, Version("a", 0))
     assert take(rig.subscriber())[0] == Version("a", 0)
@@ -100,7 +100,7 @@ def test_a_link_that_the_publisher_closed_is_opened_again_before_it_is_needed(ri
     publisher, subscriber = rig.publisher(params), rig.subscriber()
     publisher.publish(params, Version("a", 0))
     take(subscriber)
-    (old,) = publisher._links.values()
+    (old,) = publisher._listening._links.values()
     old._connection.close()
     until(lambda: not subscriber._links.whole)
     publisher.publish(params, Version("a", 1))
@@ -352,13 +352,13 @@ def test_an_edge_that_a_device_does_not_give_up_is_ended_all_the_same(
     take(subscriber)
     monkeypatch.setattr(ShmSender if side == "publisher" else ShmReceiver, "close", refuse)
     monkeypatch.setattr(ShmSender, "send", silent)
-    (old,) = publisher._links
+    (old,) = publisher._listening._links
     publisher.publish(params, Version("a", 1))
     update = subscriber.poll(10)
     assert update is not None
     with pytest.raises(DeadlineError):
         update.prepare(timeout_s=0.3)
-    until(lambda: old not in publisher._links)
+    until(lambda: old not in publisher._listening._links)
     monkeypatch.undo()
     assert "isn't wholly closed" in caplog.text
     assert take(subscriber)[0] == Version("a", 1) and subscriber.stats()["quarantined"] == 1

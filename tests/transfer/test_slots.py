@@ -36,7 +36,7 @@ def test_slots_arrays_and_mappings_are_made_once_and_nothing_is_compiled_again(
         assert same_bits(trees[-1], convert(params))
         decode(trees[-1]).block_until_ready()
         names.add(tuple(segments(token_file)))
-        (link,) = publisher._links.values()
+        (link,) = publisher._listening._links.values()
         if transport == "shm":
             mapped |= {id(memory) for memory, _ in link._sender._open.values()}  # type: ignore[union-attr]
     assert decode._cache_size() == 1

@@ -174,7 +174,7 @@ def test_two_rails_and_regions_in_parts(token_file: Path, fake: Fake, placement:
         fake.set(seed=9, chance_delay=20000)
         for number in range(3):
             made.take(number, number)
-        (link,) = made.publisher._links.values()
+        (link,) = made.publisher._listening._links.values()
         lanes = link._sender.endpoint.lanes  # type: ignore[union-attr]
         assert len(lanes) == 4 and all(lane.pair.posted > 3 for lane in lanes)
         assert fake.counts.mrs >= 12

@@ -1,0 +1,71 @@
+"""The pairings of whoever serves versions, one per pair of blobs that its subscribers told the hub."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jaxrl_sync.sharding import Correspondence, Layout
+from jaxrl_sync.transfer.errors import MismatchError
+from jaxrl_sync.transfer.hub.client import HubClient, HubRefused
+from jaxrl_sync.transfer.pairing import Pairing, compare_layouts
+
+
+class Pairings:
+    """Plans each pairing once. Thread-safe: equal replicas ask at the same time.
+
+    ``source`` is the layout that this world of ``size`` processes holds; ``convert`` evaluates computed
+    leaves, where there are any.
+    """
+
+    def __init__(
+        self,
+        hub: HubClient,
+        source: Layout,
+        size: int,
+        convert: Callable[[Any], Any] | None,
+        blob_timeout_s: float,
+    ) -> None:
+        self._hub = hub
+        self._source = source
+        self._size = size
+        self._convert = convert
+        self._blob_timeout_s = blob_timeout_s
+        self._planning = threading.Lock()
+        self._pairings: dict[tuple[str, str], Pairing] = {}
+
+    def get(self, target: str, correspondence: str) -> Pairing:
+        """The pairing of a subscriber's blobs, planned the first time. MismatchError, MappingError."""
+        with self._planning:
+            key = target, correspondence
+            if key not in self._pairings:
+                self._pairings[key] = self._pair(target, correspondence)
+            return self._pairings[key]
+
+    def _pair(self, target: str, correspondence: str) -> Pairing:
+        layout = Layout.from_bytes(self._blob(target))
+        theirs = Correspondence.from_bytes(self._blob(correspondence))
+        if theirs.source is None:
+            raise MismatchError("the subscriber's correspondence names no source layout")
+        compare_layouts(self._source, theirs.source, "the source layout that the subscriber planned with")
+        if self._size > 1 and any(leaf.kind == "computed" for leaf in theirs.leaves):
+            raise MismatchError(
+                f"the conversion computes leaves, and this trainer world has {self._size} processes: their "
+                "program may need all at once, but subscribers come at any time; convert before publishing"
+            )
+        if self._convert is not None:  # computed leaves are evaluated by a function that never travels
+            theirs = theirs.bind(self._convert, self._source, layout)
+        return Pairing.of(layout, theirs)
+
+    def _blob(self, digest: str) -> bytes:
+        """A blob from the hub; waits a little while its owner registers it (again)."""
+        deadline = time.monotonic() + self._blob_timeout_s
+        while True:
+            try:
+                return self._hub.get_blob(digest)
+            except HubRefused:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.1)
