@@ -32,6 +32,7 @@ from jaxrl_sync.transfer.errors import AuthError, ProtocolError, TransferError
 PROTOCOL = 1
 TOKEN_HEX = 64
 MAX_HELLO_BYTES = 1 << 20
+MAX_UNPROVEN_BYTES = 64 << 10  # of a message whose sender hasn't proven the token yet
 _LENGTH = struct.Struct("<I")
 _SHOWN = 300  # characters of what an unproven peer says that get into messages and logs
 
@@ -86,8 +87,9 @@ def bearer_headers(token: str) -> dict[str, str]:
 
 def check_bearer(authorization: str | None, token: str) -> bool:
     """Whether an ``Authorization`` header value carries the token; compared in constant time."""
-    expected = f"Bearer {token}".encode()
-    return hmac.compare_digest((authorization or "").encode("utf-8", "replace"), expected)
+    scheme, _, given = (authorization or "").partition(" ")
+    found = f"{scheme.lower()} {given.strip()}".encode("utf-8", "replace")
+    return hmac.compare_digest(found, f"bearer {token}".encode())
 
 
 def connect(sock: socket.socket, token: str, run_id: str, hello: Hello, deadline_s: float) -> Hello:
@@ -124,17 +126,17 @@ def accept(
     """
     deadline = time.monotonic() + deadline_s
     sock.setblocking(False)
-    first = _recv(sock, deadline)
+    first = _recv(sock, deadline, MAX_UNPROVEN_BYTES)
     if first.get("protocol") != PROTOCOL:
         found = repr(first.get("protocol"))[:_SHOWN]
         _refuse(sock, f"protocol {found} isn't spoken here, expected {PROTOCOL}", deadline)
     if first.get("run_id") != run_id:
         found = repr(first.get("run_id"))[:_SHOWN]
-        _refuse(sock, f"run id {found} is foreign here, expected {run_id!r}", deadline)
+        _refuse(sock, f"run id {found} is foreign here", deadline)
     nonce = secrets.token_hex(32)
     bind = (run_id, _text(first, "nonce"), nonce)
     _send(sock, {"nonce": nonce, "proof": _proof(token, "server", bind, "")}, deadline)
-    second = _recv(sock, deadline)
+    second = _recv(sock, deadline, MAX_UNPROVEN_BYTES)
     text = _text(second, "hello")
     if not hmac.compare_digest(_text(second, "proof"), _proof(token, "client", bind, text)):
         _refuse(sock, "wrong run token", deadline)
@@ -162,12 +164,12 @@ def _send(sock: socket.socket, message: Hello, deadline: float) -> None:
     wire.send_all(sock, [_LENGTH.pack(len(text)) + text], deadline)
 
 
-def _recv(sock: socket.socket, deadline: float) -> Hello:
+def _recv(sock: socket.socket, deadline: float, limit_bytes: int = MAX_HELLO_BYTES) -> Hello:
     prefix = bytearray(_LENGTH.size)
     wire.recv_exact_into(sock, memoryview(prefix), deadline)
     (length,) = _LENGTH.unpack(prefix)
-    if length > MAX_HELLO_BYTES:
-        raise ProtocolError(f"a handshake message of {length} bytes, the limit is {MAX_HELLO_BYTES}")
+    if length > limit_bytes:
+        raise ProtocolError(f"a handshake message of {length} bytes, the limit is {limit_bytes}")
     text = bytearray(length)
     wire.recv_exact_into(sock, memoryview(text), deadline)
     message = _parse(bytes(text))

@@ -3,31 +3,80 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
+from collections.abc import Callable
+from typing import Any
 
+import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from jaxrl_sync.transfer.guard import PROVEN
+from jaxrl_sync.transfer.lobby import Lobby
 
 HEADERS_DEADLINE_S = 20.0
 SEND_DEADLINE_S = 60.0
 KEEP_ALIVE_S = 75.0
+MAX_HEADER_BYTES = 64 << 10
+MAX_UNPROVEN = 256
+
+
+def server(
+    app: ASGIApp, *, tls: ssl.SSLContext | None = None, lobby: Lobby | None = None, **settings: Any
+) -> uvicorn.Server:
+    """A uvicorn server that believes no header about who calls, ends who dawdles, speaks TLS with ``tls``."""
+    known = Lobby(MAX_UNPROVEN) if lobby is None else lobby
+    config = uvicorn.Config(
+        app,
+        http=type("Impatient", (ImpatientProtocol,), {"lobby": known}),
+        ws="none",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,  # else whoever calls from loopback chooses the address that we log and limit
+        server_header=False,
+        timeout_keep_alive=int(KEEP_ALIVE_S),
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        **settings,
+    )
+    config.load()
+    config.ssl = tls
+    return uvicorn.Server(config)
 
 
 class ImpatientProtocol(H11Protocol):
     """Ends a connection, unsent bytes included, that does not finish a request's headers in
     ``HEADERS_DEADLINE_S`` (an idle one may stay ``KEEP_ALIVE_S`` longer), and one whose reader lets its
-    answer stand for ``SEND_DEADLINE_S``."""
+    answer stand for ``SEND_DEADLINE_S``. Until it has proven the token it waits in the ``lobby``."""
 
+    lobby = Lobby(MAX_UNPROVEN)
     _stalled: asyncio.TimerHandle | None = None
+    _leave: Callable[[], None] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Give the first request its time."""
         super().connection_made(transport)
         self._headers_due = self.loop.call_later(HEADERS_DEADLINE_S, self._end_idle)
+        address = self.client[0] if self.client else "unknown"
+        number = self.lobby.enter(address, transport.abort)
+        self._leave = lambda: self.lobby.leave(address, number)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is due any more."""
         self._headers_due.cancel()
+        self._proven()
         self._reading_again()
         super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        """Let the guard of the application say that this connection has proven the token."""
+        super().handle_events()
+        if self.scope is not None:
+            self.scope[PROVEN] = self._proven  # type: ignore[literal-required]
+
+    def _proven(self) -> None:
+        leave, self._leave = self._leave, None
+        if leave is not None:
+            leave()
 
     def on_response_complete(self) -> None:
         """Give the next request its time, on top of the time that a connection may idle."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import httpx
 
-from jaxrl_sync.transfer import auth
+from jaxrl_sync.transfer import auth, tls
 from jaxrl_sync.transfer.errors import AuthError, DeadlineError, PeerLost, ProtocolError, TransferError
 from jaxrl_sync.transfer.hub.state import MemberKey, version_json, version_of
 from jaxrl_sync.transfer.version import Version
@@ -67,7 +67,7 @@ class HubClient:
     """Calls to one hub. Owns its connections: ``close()`` or ``with``. Any thread may call it."""
 
     def __init__(self, url: str, token_file: str | Path, timeout_s: float = 60.0) -> None:
-        self.url = url.rstrip("/")
+        self.url, trust = tls.split_url(url)
         self.token = auth.load_token(token_file)
         self.timeout_s = timeout_s
         self.epoch = ""
@@ -78,7 +78,7 @@ class HubClient:
             base_url=self.url,
             headers=auth.bearer_headers(self.token),
             trust_env=False,
-            verify=self.url.startswith("https"),
+            verify=trust.context() if self.url.startswith("https:") else True,
             timeout=httpx.Timeout(10.0),
             limits=httpx.Limits(max_connections=64, max_keepalive_connections=16, keepalive_expiry=60),
         )
@@ -124,10 +124,12 @@ class HubClient:
             cause: Exception | None = None
             try:
                 response = self._http.request(method, path, timeout=limit, **kwargs)
-                if response.status_code < 500:
+                if response.status_code < 500 and response.status_code != 429:
                     return response
                 found = f"HTTP {response.status_code}: {response.text[:200]!r}"  # overloaded, or a proxy
             except httpx.TransportError as error:
+                if (why := tls.why_untrusted(error)) is not None:
+                    raise AuthError(f"hub {self.url} isn't trusted: {why}") from error
                 found, cause = repr(error), error
             except RuntimeError as error:  # httpx: the client has been closed
                 raise PeerLost("the hub client was closed") from error

@@ -1,7 +1,8 @@
 """The hub's shell: HTTP around the state machine. Starlette and uvicorn on one event loop, no threads.
 
-Every call but ``GET /health`` needs ``Authorization: Bearer <run token>``. Bodies are JSON of limited size
-that must arrive within a deadline; long polls end after at most ``MAX_POLL_S``. Blobs (layouts and the like)
+Every call but ``GET /health`` needs ``Authorization: Bearer <run token>`` (`jaxrl_sync.transfer.guard`), with
+TLS where a certificate is given. Bodies are JSON of limited size that must arrive within a deadline; long
+polls end after at most ``MAX_POLL_S``. Blobs (layouts and the like)
 are stored under the sha256 of their bytes and, as everything here, are forgotten at a restart: their owners
 register them again.
 """
@@ -15,23 +16,27 @@ import json
 import logging
 import secrets
 import socket
+import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Scope
 
-from jaxrl_sync.transfer import auth, wire
+from jaxrl_sync.transfer import auth, impatient, wire
 from jaxrl_sync.transfer.errors import ResourceError
+from jaxrl_sync.transfer.guard import Guard
 from jaxrl_sync.transfer.hub import machine
 from jaxrl_sync.transfer.hub.state import HubState, MemberKey, version_of
-from jaxrl_sync.transfer.impatient import KEEP_ALIVE_S, ImpatientProtocol
+from jaxrl_sync.transfer.rates import DEFAULT_LIMITS, RateLimits
+from jaxrl_sync.transfer.refusals import Refusals
+from jaxrl_sync.transfer.tls import ServerTls
 
 MAX_BODY_BYTES = 4 << 20
 MAX_BLOB_BYTES = 256 << 20
@@ -40,6 +45,8 @@ MAX_POLL_S = 30.0
 BODY_TIMEOUT_S = 20.0
 TICK_S = 0.5
 MAX_WORLD = 1 << 16
+MAX_MEMBERS = 1 << 14
+MAX_INFO_BYTES = 64 << 10
 _MAX_NUMBER = 1e18
 _HTTP = {"unknown_member": 409, "replaced": 409, "regress": 409, "unknown_round": 410, "round_over": 410}
 
@@ -55,6 +62,7 @@ class Hub:
         self.ttl_s = ttl_s
         self.state = HubState(epoch=secrets.token_hex(8))
         self.blobs: dict[str, bytes] = {}
+        self.refusals = Refusals(logger, "hub")
         self.closing = False
         self._changed = asyncio.Event()
 
@@ -109,6 +117,8 @@ def _key(body: dict[str, Any]) -> MemberKey:
         raise BadRequest(f"a member is role, name and rank, got {role!r}, {name!r}, {rank!r}")
     if not role or not name or len(role) > 64 or len(name) > 256:
         raise BadRequest("role and name must be short and not empty")
+    if not (role.isprintable() and name.isprintable()):  # they get into logs and tables
+        raise BadRequest(f"role {role!r} and name {name!r} must be printable")
     return MemberKey(role, name, rank)
 
 
@@ -117,6 +127,14 @@ def _text(body: dict[str, Any], field: str) -> str:
     if not isinstance(value, str):
         raise BadRequest(f"field {field!r} is {type(value).__name__}, expected text")
     return value
+
+
+def _model(body: dict[str, Any]) -> str:
+    """The model that a call is about: a name of a line, as it gets into logs, tables and file names."""
+    name = _text(body, "model")
+    if not 0 < len(name) <= 256 or not name.isprintable():
+        raise BadRequest(f"model {name[:80]!r} must be a printable name of 1 to 256 characters")
+    return name
 
 
 def _number(body: dict[str, Any], field: str, default: float) -> float:
@@ -136,6 +154,8 @@ def _event(kind: str, body: dict[str, Any], ttl_s: float) -> machine.Event:
             info = body.get("info", {})
             if not isinstance(info, dict):
                 raise BadRequest(f"info is {type(info).__name__}, expected an object")
+            if (told := len(json.dumps(info))) > MAX_INFO_BYTES:
+                raise BadRequest(f"info is {told} bytes of JSON, expected at most {MAX_INFO_BYTES}")
             size = int(_number(body, "size", 1))
             if not 0 <= key.rank < size <= MAX_WORLD:
                 raise BadRequest(f"rank {key.rank} of {size}, expected 0 <= rank < size <= {MAX_WORLD}")
@@ -150,7 +170,7 @@ def _event(kind: str, body: dict[str, Any], ttl_s: float) -> machine.Event:
             if version is None:
                 raise BadRequest("announce needs a version")
             nbytes = int(_number(body, "bytes", 0))
-            return machine.Announce(key, incarnation, _text(body, "model"), version, nbytes, time.time())
+            return machine.Announce(key, incarnation, _model(body), version, nbytes, time.time())
         case "advance":
             to = _text(body, "to")
             if to not in ("begun", "prepared", "installed"):
@@ -193,7 +213,7 @@ class Routes:
 
     def table(self) -> list[Route]:
         """All routes."""
-        guarded = [
+        calls = [
             ("/v1/event/{kind}", self.event, ["POST"]),
             ("/v1/watch", self.watch, ["POST"]),
             ("/v1/round", self.round, ["POST"]),
@@ -203,14 +223,11 @@ class Routes:
             ("/v1/blob", self.put_blob, ["POST"]),
             ("/v1/blob/{digest}", self.get_blob, ["GET"]),
         ]
-        routes = [Route(path, self._guard(call), methods=methods) for path, call, methods in guarded]
+        routes = [Route(path, self._answering(call), methods=methods) for path, call, methods in calls]
         return [*routes, Route("/health", self.health, methods=["GET"])]
 
-    def _guard(self, call: Callable[[Request], Any]) -> Callable[[Request], Any]:
-        async def guarded(request: Request) -> Response:
-            if not auth.check_bearer(request.headers.get("authorization"), self.hub.token):
-                logger.warning("refused %s from %s: no valid token", request.url.path, request.client)
-                return JSONResponse({"error": "unauthorized", "message": "the run token is needed"}, 401)
+    def _answering(self, call: Callable[[Request], Any]) -> Callable[[Request], Any]:
+        async def answering(request: Request) -> Response:
             try:
                 response: Response = await call(request)
                 return response
@@ -222,7 +239,7 @@ class Routes:
             except TimeoutError:
                 return JSONResponse({"error": "slow", "message": "the body took too long"}, 408)
 
-        return guarded
+        return answering
 
     def _answer(self, result: dict[str, Any] | machine.Refused) -> JSONResponse:
         if isinstance(result, machine.Refused):
@@ -237,6 +254,9 @@ class Routes:
     async def event(self, request: Request) -> Response:
         """One change of state."""
         event = _event(request.path_params["kind"], await _json(request), self.hub.ttl_s)
+        members = self.hub.state.members
+        if isinstance(event, machine.Register) and len(members) >= MAX_MEMBERS and event.key not in members:
+            raise BadRequest(f"{len(members)} members are registered, no more are taken")
         outcome = self.hub.apply(event)
         return self._answer(outcome if isinstance(outcome, machine.Refused) else outcome.reply)
 
@@ -278,7 +298,7 @@ class Routes:
     async def newest(self, request: Request) -> Response:
         """The newest version of a model; with ``after`` a long poll for another one than that."""
         body = await _json(request)
-        model, after = _text(body, "model"), version_of(body.get("after"))
+        model, after = _model(body), version_of(body.get("after"))
 
         def ask() -> dict[str, Any] | None:
             entry = self.hub.state.newest.get(model)
@@ -320,6 +340,10 @@ class Routes:
         return Response(data, media_type="application/octet-stream")
 
 
+def _deny(scope: Scope, status: int, message: str) -> Response:
+    return JSONResponse({"error": "unauthorized" if status == 401 else "busy", "message": message}, status)
+
+
 def run_hub(
     host: str,
     port: int,
@@ -329,38 +353,40 @@ def run_hub(
     announce: Callable[[str], None] | None = None,
     ttl_s: float = 10.0,
     run_id: str | None = None,
+    tls: ServerTls | None = None,
+    limits: RateLimits = DEFAULT_LIMITS,
 ) -> None:
     """Serve until ``stop`` is set; ``announce(url)`` is called once the hub answers.
 
-    Binds to ``host`` (anything but loopback draws a loud warning: control isn't encrypted). ResourceError
-    when the port is taken. ``ttl_s`` is the lease of members that don't ask for another.
+    Binds to ``host``; anything but loopback without ``tls`` draws a loud warning: the run token travels in
+    every request. With ``tls`` the URL pins its certificate. ResourceError when the port is taken or the
+    certificate can't be used. ``ttl_s`` is the lease of members that don't ask for another.
     """
     token = auth.load_token(token_file)
-    if not wire.is_loopback(host):
+    context = tls.context() if tls is not None else None
+    if not wire.is_loopback(host) and tls is None:
         logger.warning(
-            "THE HUB LISTENS ON %s: its control traffic is not encrypted; trust that network", host
+            "THE HUB LISTENS ON %s WITHOUT TLS: WHO CAN READ THAT NETWORK LEARNS THE RUN TOKEN (see hub.tls)",
+            host,
         )
     try:
         sock = wire.listen(host, port, backlog=1024)
     except OSError as error:
         raise ResourceError(f"can't listen on {host}:{port}: {error.strerror or error}") from error
     with contextlib.closing(sock):
-        hub_run = _serve(
-            sock, token, run_id or auth.run_id_of(token), ttl_s, stop or threading.Event(), announce
-        )
-        asyncio.run(hub_run)
+        hub = Hub(token, run_id or auth.run_id_of(token), ttl_s)
+        asyncio.run(_serve(sock, hub, stop or threading.Event(), announce, tls, context, limits))
 
 
 async def _serve(
     sock: socket.socket,
-    token: str,
-    run_id: str,
-    ttl_s: float,
+    hub: Hub,
     stop: threading.Event,
     announce: Callable[[str], None] | None,
+    tls: ServerTls | None,
+    context: ssl.SSLContext | None,
+    limits: RateLimits,
 ) -> None:
-    hub = Hub(token, run_id, ttl_s)
-
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         ticking = asyncio.create_task(hub.tick())
@@ -368,27 +394,25 @@ async def _serve(
         ticking.cancel()
 
     app = Starlette(routes=Routes(hub).table(), lifespan=lifespan)
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        limit_concurrency=2048,
-        http=ImpatientProtocol,
-        timeout_keep_alive=int(KEEP_ALIVE_S),
-        timeout_graceful_shutdown=1,
-        lifespan="on",
+    guard = Guard(app, token=hub.token, deny=_deny, refusals=hub.refusals, limits=limits)
+    server = impatient.server(
+        guard, tls=context, limit_concurrency=2048, timeout_graceful_shutdown=1, lifespan="on"
     )
-    server = uvicorn.Server(config)
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     serving = asyncio.create_task(server._serve(sockets=[sock]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
-    bound_host, bound_port = sock.getsockname()[:2]
-    url = f"http://[{bound_host}]:{bound_port}" if ":" in bound_host else f"http://{bound_host}:{bound_port}"
     if announce is not None and not serving.done():
-        announce(url)
+        announce(_url(sock, tls))
     while not stop.is_set() and not serving.done():
         await asyncio.sleep(0.1)
     hub.close()
     server.should_exit = True
     await serving
+
+
+def _url(sock: socket.socket, tls: ServerTls | None) -> str:
+    """Under which URL the hub is reached, with the pin of its certificate."""
+    host, port = sock.getsockname()[:2]
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"http://{place}" if tls is None else tls.pinned(f"https://{place}")
