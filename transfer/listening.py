@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import socket
 import threading
-import time
 from typing import Any
 
 from jaxrl_sync.transfer import auth, wire
-from jaxrl_sync.transfer.errors import PeerLost, ProtocolError, ResourceError, TransferError
+from jaxrl_sync.transfer.errors import PeerLost, ProtocolError, ResourceError
 from jaxrl_sync.transfer.outbound import Outbound, keep_alive
 from jaxrl_sync.transfer.owner import Owner
-
-MAX_HANDSHAKES = 64
+from jaxrl_sync.transfer.reception import Reception
+from jaxrl_sync.transfer.refusals import Refusals
 
 logger = logging.getLogger("jaxrl_sync.transfer")
 
@@ -26,11 +24,9 @@ class Listening:
     def __init__(self, owner: Owner, token: str, name: str) -> None:
         """Listen where the owner's config says; nobody is welcomed before ``start``. ResourceError."""
         self._owner = owner
-        self._token = token
         self._name = name
         self._lock = threading.Lock()
         self._links: dict[str, Outbound] = {}
-        self._handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
         self._closed = False
         host, port = owner.config.host, owner.config.port
         try:
@@ -39,11 +35,25 @@ class Listening:
             raise ResourceError(f"can't listen on {host}:{port}: {error.strerror}") from error
         if not wire.is_loopback(host):
             logger.warning("WEIGHTS ARE SENT UNENCRYPTED TO WHO HAS THE RUN TOKEN ON %s", host)
-        self._thread = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
+        self._reception = Reception(
+            self._listener,
+            token,
+            owner.run_id,
+            self._welcome,
+            reply=lambda hello: {"link": secrets.token_hex(8)},
+            refusals=Refusals(logger, name),
+            handshake_s=owner.config.handshake_timeout_s,
+            name=name,
+        )
 
     def start(self) -> None:
         """Welcome who comes."""
-        self._thread.start()
+        self._reception.start()
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """Connections that were refused so far, by the kind of reason."""
+        return self._reception.refused
 
     def address(self, towards: str) -> str:
         """``host:port`` under which others reach it; ``towards`` is a URL of the network that they are on."""
@@ -61,41 +71,11 @@ class Listening:
             self._links.pop(link.link, None)
             return any(other.key == link.key for other in self._links.values())
 
-    def _accept(self) -> None:
-        self._listener.settimeout(0.5)
-        while not self._closed:
-            try:
-                sock, address = self._listener.accept()
-            except TimeoutError:
-                continue
-            except OSError as error:
-                if self._closed:
-                    return
-                logger.warning("can't accept a subscriber's connection: %s", error)
-                time.sleep(0.5)  # out of descriptors: a later round may do better
-                continue
-            peer = f"{address[0]}:{address[1]}"
-            if not self._handshakes.acquire(blocking=False):
-                logger.warning("connection from %s: %d others are still unproven", peer, MAX_HANDSHAKES)
-                sock.close()
-                continue
-            name = f"{self._name}-welcome"
-            threading.Thread(target=self._welcome, args=(sock, peer), name=name, daemon=True).start()
-
-    def _welcome(self, sock: socket.socket, peer: str) -> None:
-        """Check the token of a new connection and hand it to its link."""
-        link = secrets.token_hex(8)
-        limit_s = self._owner.config.handshake_timeout_s
-        try:
-            hello = auth.accept(sock, self._token, self._owner.run_id, limit_s, reply={"link": link})
-            keep_alive(sock)
-            connection = wire.Connection(sock, f"{hello.get('engine')}.{hello.get('rank')} at {peer}")
-            self._hand_over(connection, hello, link)
-        except (TransferError, OSError) as error:
-            logger.warning("connection from %s: %s", peer, error)
-            sock.close()
-        finally:
-            self._handshakes.release()
+    def _welcome(self, sock: socket.socket, hello: auth.Hello, answer: dict[str, Any], peer: str) -> None:
+        """Hand a proven connection to its link."""
+        keep_alive(sock)
+        connection = wire.Connection(sock, f"{hello.get('engine')}.{hello.get('rank')} at {peer}")
+        self._hand_over(connection, hello, answer["link"])
 
     def _hand_over(self, connection: wire.Connection, hello: dict[str, Any], link: str) -> None:
         if hello.get("purpose") == "weights":
@@ -119,11 +99,7 @@ class Listening:
         with self._lock:
             self._closed = True
             links = list(self._links.values())
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self._reception.close()
         for link in links:
             link.close()
             link.join(5.0)
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join(5.0)
