@@ -123,7 +123,7 @@ def test_dead_or_replaced_members_end_their_rounds() -> None:
     assert first is not None
     state = run(state, advance(sub("x"), first["round"], "begun"))
     replaced = run(state, join(PUB, incarnation="j"))
-    assert replaced.closed[first["round"]].state == "aborted"
+    assert replaced.closed[first["round"]].state == "failed"
     assert offer(replaced, sub("x")) is None  # the new process holds nothing yet
     _, outcome = machine.step(replaced, announce(A2), 0.0)
     assert isinstance(outcome, machine.Refused) and outcome.code == "replaced"

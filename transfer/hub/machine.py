@@ -1,139 +1,107 @@
-"""The hub as a state machine: ``step(state, event, now) -> (state, outcome)`` and ``answer(state, query)``.
+"""The hub as a state machine: ``step(state, event, now) -> (state, outcome)``.
 
-No I/O, no clock, no randomness. Events change the state; queries are predicates that a long poll asks again
-after every change. After each event ``_settle`` brings the rounds up to date: it expires leases, ends rounds
-whose members are gone, and offers the newest version to every engine that is whole and idle.
+No I/O, no clock, no randomness. Events (``hub.events``) change the state; queries (``hub.views``) are
+predicates that a long poll asks again after every change. After each event `_settle` brings the rounds up to
+date: it expires leases, ends rounds whose members are gone, and offers a version to every engine that is
+whole, idle and in need of one. Who holds what and who reads from whom is decided in ``hub.fleet``, how rounds
+end in ``hub.outcomes``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
+from jaxrl_sync.transfer.hub import fleet, outcomes
+from jaxrl_sync.transfer.hub.events import (
+    Advance,
+    Announce,
+    Done,
+    Event,
+    Fail,
+    Heartbeat,
+    Held,
+    Hold,
+    Leave,
+    Pin,
+    Refused,
+    Register,
+    Tick,
+    Unpin,
+    Unpublish,
+)
 from jaxrl_sync.transfer.hub.state import (
-    Announced,
+    Holding,
     HubState,
     Member,
     MemberKey,
+    Published,
     RankState,
+    Repair,
     Round,
     RoundState,
-    version_json,
+    Tag,
+    whole,
 )
-from jaxrl_sync.transfer.version import Version
+from jaxrl_sync.transfer.hub.views import accepts, newest_version, offer_json, round_status, status, watch
 
-KEPT_ANNOUNCED = 8
-KEPT_CLOSED = 256
+__all__ = [
+    "Advance",
+    "Announce",
+    "Done",
+    "Event",
+    "Fail",
+    "Heartbeat",
+    "Hold",
+    "Leave",
+    "Pin",
+    "Refused",
+    "Register",
+    "Tick",
+    "Unpin",
+    "Unpublish",
+    "accepts",
+    "newest_version",
+    "round_status",
+    "status",
+    "step",
+    "watch",
+]
 
-
-@dataclasses.dataclass(frozen=True)
-class Register:
-    """A process joins, or tells new ``info`` (same incarnation). Another incarnation replaces the old one."""
-
-    key: MemberKey
-    size: int
-    incarnation: str
-    info: dict[str, Any]
-    ttl_s: float
-    installed: Version | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Heartbeat:
-    """A lease is renewed."""
-
-    key: MemberKey
-    incarnation: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Leave:
-    """A process goes in order."""
-
-    key: MemberKey
-    incarnation: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Announce:
-    """A publisher rank holds ``version`` ready; it is published once every rank of its world said so."""
-
-    key: MemberKey
-    incarnation: str
-    model: str
-    version: Version
-    nbytes: int
-    at: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Advance:
-    """A subscriber rank reports progress of a round: begun, prepared or installed."""
-
-    key: MemberKey
-    incarnation: str
-    round: str
-    to: RankState
-    timeout_s: float = 60.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Fail:
-    """A subscriber rank gives a round up."""
-
-    key: MemberKey
-    incarnation: str
-    round: str
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Tick:
-    """Time passed."""
-
-
-Event = Register | Heartbeat | Leave | Announce | Advance | Fail | Tick
-
-
-@dataclasses.dataclass(frozen=True)
-class Done:
-    """The event was taken; ``log`` lines are for the operator."""
-
-    log: tuple[str, ...] = ()
-    reply: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class Refused:
-    """The event was not taken: a code for programs and a message for people."""
-
-    code: str
-    message: str
+KEPT_HELD = 8
+"""Versions that a publisher is believed to hold which never says what it holds."""
+KEPT_DEAD = 64
+_ORDER: tuple[RankState, ...] = ("offered", "begun", "prepared", "installed")
 
 
 def step(state: HubState, event: Event, now: float) -> tuple[HubState, Done | Refused]:
     """Apply one event. The state returned is settled; a refused event changes nothing but the settling."""
-    before = state
-    state = _expire(state, now)
+    state, gone = _expire(state, now)
     state, outcome = _apply(state, event, now)
     state, log = _settle(state, now)
     if isinstance(outcome, Done):
-        gone = tuple(
-            f"{key} is gone: its lease ran out" for key in before.members if _expired(before, key, now)
-        )
         outcome = dataclasses.replace(outcome, log=gone + outcome.log + log)
     return state, outcome
 
 
-def _expired(state: HubState, key: MemberKey, now: float) -> bool:
-    return state.members[key].expires <= now
+def _expire(state: HubState, now: float) -> tuple[HubState, tuple[str, ...]]:
+    gone = [m for m in state.members.values() if m.expires <= now]
+    if not gone:
+        return state, ()
+    dead = {**state.dead, **{m.key: m.incarnation for m in gone}}
+    for old in list(dead)[:-KEPT_DEAD]:
+        del dead[old]
+    state = dataclasses.replace(_without(state, [m.key for m in gone]), dead=dead)
+    return state, tuple(f"{m.key} is gone: its lease ran out" for m in gone)
 
 
-def _expire(state: HubState, now: float) -> HubState:
-    if not any(m.expires <= now for m in state.members.values()):
-        return state
-    members = {k: m for k, m in state.members.items() if m.expires > now}
-    return dataclasses.replace(state, members=members)
+def _without(state: HubState, keys: list[MemberKey]) -> HubState:
+    """The state without some members and what they held."""
+    return dataclasses.replace(
+        state,
+        members={k: m for k, m in state.members.items() if k not in keys},
+        holdings={k: h for k, h in state.holdings.items() if k not in keys},
+        installed={k: v for k, v in state.installed.items() if k not in keys},
+    )
 
 
 def _apply(state: HubState, event: Event, now: float) -> tuple[HubState, Done | Refused]:
@@ -142,21 +110,27 @@ def _apply(state: HubState, event: Event, now: float) -> tuple[HubState, Done | 
             return state, Done()
         case Register():
             return _register(state, event, now)
-        case Heartbeat() | Leave() | Announce() | Advance() | Fail():
-            member = state.members.get(event.key)
-            if member is None:
-                return state, Refused("unknown_member", f"{event.key} isn't registered here")
-            if member.incarnation != event.incarnation:
-                return state, Refused("replaced", f"{event.key} was replaced by another process")
+        case Pin():
+            return _pin(state, event)
+        case Unpin():
+            return _unpin(state, event)
+    member = state.members.get(event.key)
+    if member is None:
+        return state, Refused("unknown_member", f"{event.key} isn't registered here")
+    if member.incarnation != event.incarnation:
+        return state, Refused("replaced", f"{event.key} was replaced by another process")
     match event:
         case Heartbeat():
             fresh = dataclasses.replace(member, expires=now + member.ttl_s)
             return dataclasses.replace(state, members={**state.members, event.key: fresh}), Done()
         case Leave():
-            members = {k: m for k, m in state.members.items() if k != event.key}
-            return dataclasses.replace(state, members=members), Done((f"{event.key} left",))
+            return _without(state, [event.key]), Done((f"{event.key} left",))
         case Announce():
-            return _announce(state, event, member)
+            return _announce(state, event)
+        case Hold():
+            return _hold(state, event.key, event.model, event.held, event.sequence), Done()
+        case Unpublish():
+            return _unpublish(state, event)
         case Advance():
             return _advance(state, event, now)
         case Fail():
@@ -164,234 +138,317 @@ def _apply(state: HubState, event: Event, now: float) -> tuple[HubState, Done | 
 
 
 def _register(state: HubState, event: Register, now: float) -> tuple[HubState, Done | Refused]:
-    old = state.members.get(event.key)
-    member = Member(event.key, event.size, event.incarnation, event.info, event.ttl_s, now + event.ttl_s)
-    installed = dict(state.installed)
-    installed.pop(event.key, None)
-    if event.installed is not None:
-        installed[event.key] = event.installed
-    elif old is not None and old.incarnation == event.incarnation and event.key in state.installed:
-        installed[event.key] = state.installed[event.key]
+    key, old = event.key, state.members.get(event.key)
+    member = Member(key, event.size, event.incarnation, event.info, event.ttl_s, now + event.ttl_s)
+    same = old is not None and old.incarnation == event.incarnation
     log: tuple[str, ...] = ()
-    if old is None or old.incarnation != event.incarnation:
-        log = (f"{event.key} joined" + (", replacing another process" if old else ""),)
-    state = dataclasses.replace(state, members={**state.members, event.key: member}, installed=installed)
+    if not same:
+        log = (f"{key} joined" + (", replacing another process" if old else ""),)
+        state = _without(state, [key])
+        if state.dead.get(key) != event.incarnation:  # another process: nothing late of it can come
+            counted = {k: n for k, n in state.installed_in.items() if k != key}
+            told = {k: n for k, n in state.told.items() if k != key}
+            state = dataclasses.replace(state, installed_in=counted, told=told)
+        state = dataclasses.replace(state, dead={k: i for k, i in state.dead.items() if k != key})
+    state = dataclasses.replace(state, members={**state.members, key: member})
+    if event.installed is not None:
+        state = dataclasses.replace(state, installed={**state.installed, key: event.installed})
+        state = outcomes.resolve(state, key, event.incarnation, event.installed)
     return state, Done(log)
 
 
-def _announce(state: HubState, event: Announce, member: Member) -> tuple[HubState, Done | Refused]:
-    newest = state.newest.get(event.model)
+# What is published, and who holds it.
+
+
+def _announce(state: HubState, event: Announce) -> tuple[HubState, Done | Refused]:
+    newest, tag = state.newest.get(event.model), Tag(event.model, event.version)
     if newest is not None and newest.version.follows(event.version):
         return state, Refused(
             "regress", f"version {event.version} of {event.model} comes after {newest.version} was published"
         )
-    tag = (event.model, event.version)
-    old = state.announced.get(tag)
-    ranks = {event.key.rank: event.incarnation}
-    if old is not None and old.world == event.key.name:
-        ranks = {**old.ranks, **ranks}
-    entry = Announced(event.model, event.version, event.key.name, member.size, ranks, event.nbytes, event.at)
-    complete = len(ranks) == member.size and state.sources(entry) is not None
-    entry = dataclasses.replace(entry, complete=complete)
-    announced = {k: v for k, v in state.announced.items() if k != tag} | {tag: entry}
-    mine = [k for k in announced if k[0] == event.model]
-    for stale in mine[:-KEPT_ANNOUNCED]:
-        del announced[stale]
-    state = dataclasses.replace(state, announced=announced)
-    if not complete:
-        return state, Done(reply={"complete": False})
+    if event.fanout is not None:
+        state = dataclasses.replace(state, fanouts={**state.fanouts, event.model: event.fanout})
+    held = event.held
+    if held is None:
+        before = [t.version for t in state.holdings.get(event.key, {}) if t.model == event.model]
+        held = dict.fromkeys([*before, event.version][-KEPT_HELD:], Holding())
+    elif event.version not in held:
+        held = {**held, event.version: Holding()}
+    state = _hold(state, event.key, event.model, held, event.sequence)
+    pinned = {"pinned": [t.version for t in state.pins if t.model == event.model]}
+    world = fleet.Source("publisher", event.key.name)
+    if all(h.source != world for h in fleet.holders(state, tag)):
+        return state, Done(reply={"complete": False, **pinned})
+    again = newest is not None and newest.version == event.version and newest.told
+    entry = Published(event.model, event.version, world.name, event.nbytes, event.at)
     state = dataclasses.replace(state, newest={**state.newest, event.model: entry})
-    log = () if newest is not None and newest.version == event.version else (f"published {event.version}",)
-    return state, Done(log, {"complete": True})
+    return state, Done(() if again else (f"published {event.version}",), {"complete": True, **pinned})
+
+
+def _hold(state: HubState, key: MemberKey, model: str, held: Held, sequence: int) -> HubState:
+    """Note what a publisher rank holds, unless it has said something later already."""
+    if 0 < sequence <= state.told.get(key, 0):
+        return state
+    old = state.holdings.get(key, {})
+    fresh = {t: h for t, h in old.items() if t.model != model}
+    for version, holding in held.items():
+        tag = Tag(model, version)
+        withdrawn = tag in old and old[tag].state == "draining"
+        fresh[tag] = old[tag] if withdrawn else holding
+    told = {**state.told, key: sequence} if sequence else state.told
+    return dataclasses.replace(state, holdings={**state.holdings, key: fresh}, told=told)
+
+
+def _unpublish(state: HubState, event: Unpublish) -> tuple[HubState, Done | Refused]:
+    """No new readers from here on; the reply says who still reads. A needed last copy stays."""
+    key, tag = event.key, Tag(event.model, event.version)
+    source = fleet.Source(key.role, key.name)
+    last = fleet.is_last_reliable(state, tag, key)
+    log: tuple[str, ...] = ()
+    if not last or event.force:
+        held = {**state.holdings.get(key, {}), tag: Holding("draining")}
+        log = (f"{key} withdraws {event.version}, the last reliable copy",) if last else ()
+        state = dataclasses.replace(state, holdings={**state.holdings, key: held})
+    names = sorted({r.engine for r in fleet.readers(state, source, tag)})
+    drained = not names and (event.force or not last)
+    return state, Done(log, {"drained": drained, "readers": names, "last_reliable": last})
+
+
+def _pin(state: HubState, event: Pin) -> tuple[HubState, Done | Refused]:
+    tag = Tag(event.model, event.version)
+    if not any(h.complete for h in fleet.holders(state, tag)):
+        served = tag.version in {state.installed.get(k) for k in state.installed}
+        if not served:
+            return state, Refused("unavailable", f"nobody holds version {event.version} of {event.model}")
+    pins = {**state.pins, tag: {**state.pins.get(tag, {}), event.by: event.owner}}
+    return dataclasses.replace(state, pins=pins), Done((f"{event.by} pins {event.version}",))
+
+
+def _unpin(state: HubState, event: Unpin) -> tuple[HubState, Done | Refused]:
+    tag = Tag(event.model, event.version)
+    left = {by: owner for by, owner in state.pins.get(tag, {}).items() if by != event.by}
+    pins = {k: v for k, v in state.pins.items() if k != tag} | ({tag: left} if left else {})
+    return dataclasses.replace(state, pins=pins), Done()
+
+
+# Rounds.
 
 
 def _find(state: HubState, event: Advance | Fail) -> Round | Refused:
-    entry = state.rounds.get(event.round)
-    if entry is not None and entry.incarnations.get(event.key.rank) == event.incarnation:
-        return entry
-    closed = state.closed.get(event.round)
-    if closed is None:
+    entry = state.rounds.get(event.round) or state.closed.get(event.round)
+    if entry is None or entry.engine != event.key.name:
         return Refused("unknown_round", f"round {event.round} isn't known here")
-    return Refused("round_over", f"round {event.round} ({closed.version}) is {closed.state}: {closed.reason}")
+    if entry.incarnations.get(event.key.rank) != event.incarnation:
+        return Refused("round_over", f"round {event.round} ({entry.version}) is another process's")
+    return entry
+
+
+def _over(entry: Round) -> Refused:
+    return Refused("round_over", f"round {entry.id} ({entry.version}) is {entry.state}: {entry.reason}")
 
 
 def _advance(state: HubState, event: Advance, now: float) -> tuple[HubState, Done | Refused]:
-    entry = _find(state, event)
+    entry, rank = _find(state, event), event.key.rank
     if isinstance(entry, Refused):
-        closed = state.closed.get(event.round)
-        if event.to == "installed" and closed is not None and closed.state == "committed":
-            return state, Done(reply={"committed": True})
         return state, entry
-    order: tuple[RankState, ...] = ("offered", "begun", "prepared", "installed")
-    rank = event.key.rank
-    if order.index(event.to) > order.index(entry.ranks[rank]):
-        entry = dataclasses.replace(entry, ranks={**entry.ranks, rank: event.to})
-    if event.to == "begun" and entry.deadline is None and len(entry.ranks) > 1:
-        # the ranks wait for each other; an engine of one rank keeps nobody waiting but itself
-        entry = dataclasses.replace(entry, deadline=now + event.timeout_s)
-    if entry.all_at_least(("prepared", "installed")):
-        entry = dataclasses.replace(entry, deadline=None)  # how long a swap waits is the engine's affair
-    state = dataclasses.replace(state, rounds={**state.rounds, entry.id: entry})
-    log: tuple[str, ...] = ()
     if event.to == "installed":
-        state = dataclasses.replace(state, installed={**state.installed, event.key: entry.version})
-        if entry.all_at_least(("installed",)):
-            state = _close(state, entry, "committed", "every rank installed it")
-            log = (f"{entry.engine} installed {entry.version}",)
-    return state, Done(log, {"committed": bool(log)})
+        return _installed(state, event, entry)
+    if entry.state != "open":
+        return state, _over(entry)
+    if not entry.begun:
+        bound = _bind(state, entry)
+        if bound is None:
+            state = outcomes.close(state, entry, "failed", "nobody serves it any more", "reoffer")
+            return state, _over(state.closed[entry.id])
+        entry = bound
+    if event.parts is not None:
+        entry = dataclasses.replace(entry, parts={**entry.parts, rank: event.parts})
+    if _ORDER.index(event.to) > _ORDER.index(entry.ranks[rank]):
+        entry = dataclasses.replace(entry, ranks={**entry.ranks, rank: event.to})
+    entry = _timed(entry, event.timeout_s, now)
+    state = dataclasses.replace(state, rounds={**state.rounds, entry.id: entry})
+    return _voided(state, event, entry), Done(reply={"committed": False, "offer": offer_json(state, entry)})
+
+
+def _bind(state: HubState, entry: Round) -> Round | None:
+    """The round with the source that it will read from, as things stand when its first rank begins."""
+    ranks = state.engine_ranks(entry.model).get(entry.engine, {})
+    holder = fleet.choose(state, Tag(entry.model, entry.version), entry.engine, ranks)
+    if holder is None:
+        return None
+    sources = {rank: m.incarnation for rank, m in holder.members.items()}
+    return dataclasses.replace(entry, role=holder.source.role, world=holder.source.name, sources=sources)
+
+
+def _timed(entry: Round, timeout_s: float, now: float) -> Round:
+    """The ranks wait for each other, and a relay keeps a slot for its reader: until a deadline.
+
+    An engine of one rank that reads from the publisher keeps nobody waiting but itself; and once all are
+    prepared, how long a swap waits is the engine's affair.
+    """
+    if entry.all_at_least(("prepared", "installed")):
+        return dataclasses.replace(entry, deadline=None, decided=True)
+    if entry.deadline is None and (len(entry.ranks) > 1 or entry.role == "relay"):
+        return dataclasses.replace(entry, deadline=now + timeout_s)
+    return entry
+
+
+def _voided(state: HubState, event: Advance, entry: Round) -> HubState:
+    """An engine with one slot writes over what it serves: from now on it has nothing."""
+    member = state.members[event.key]
+    if member.slots > 1 or state.installed.get(event.key) in (None, entry.version):
+        return state
+    kept = {k: v for k, v in state.installed.items() if k != event.key}
+    return dataclasses.replace(state, installed=kept)
+
+
+def _installed(state: HubState, event: Advance, entry: Round) -> tuple[HubState, Done | Refused]:
+    before = entry.state
+    state = outcomes.installed(state, event.key, entry)
+    entry = state.rounds.get(entry.id) or state.closed[entry.id]
+    committed = entry.state == "committed"
+    log = (f"{entry.engine} installed {entry.version}",) if committed and before != "committed" else ()
+    return state, Done(log, {"committed": committed})
 
 
 def _fail(state: HubState, event: Fail) -> tuple[HubState, Done | Refused]:
-    entry = _find(state, event)
+    entry, rank = _find(state, event), event.key.rank
     if isinstance(entry, Refused):
         return state, Done() if entry.code == "round_over" else entry
-    reason = f"rank {event.key.rank}: {event.reason}"
-    state = _close(state, entry, "aborted", reason)
+    if entry.ranks[rank] == "installed":
+        return state, Done()
+    if entry.state != "open":
+        return outcomes.gave_up(state, event.key, entry), Done()
+    reason = f"rank {rank}: {event.reason}"
+    decided = entry.decided
+    entry = dataclasses.replace(entry, ranks={**entry.ranks, rank: "gave_up"})
+    if decided:
+        state = outcomes.departed(state, entry, reason)
+    else:
+        state = outcomes.close(state, entry, "aborted", reason, "reoffer")
     return state, Done((f"{entry.engine} gave up {entry.version}: {reason}",))
 
 
-def _close(state: HubState, entry: Round, to: RoundState, reason: str) -> HubState:
-    rounds = {k: r for k, r in state.rounds.items() if k != entry.id}
-    closed = {**state.closed, entry.id: dataclasses.replace(entry, state=to, reason=reason)}
-    for old in list(closed)[:-KEPT_CLOSED]:
-        del closed[old]
-    return dataclasses.replace(state, rounds=rounds, closed=closed)
+# After every event.
 
 
 def _settle(state: HubState, now: float) -> tuple[HubState, tuple[str, ...]]:
+    state, log = _end_broken(state, now)
+    state = _release_pins(_derive(state))
+    models = {m.info.get("model") for m in state.members.values() if m.key.role == "subscriber"}
+    for model in sorted(m for m in models if isinstance(m, str)):
+        for engine, ranks in state.engine_ranks(model).items():
+            if whole(ranks):
+                state = _offer(state, model, engine, ranks)
+    return state, log
+
+
+def _end_broken(state: HubState, now: float) -> tuple[HubState, tuple[str, ...]]:
     log: list[str] = []
     for entry in list(state.rounds.values()):
-        reason = _broken(state, entry, now)
-        if reason:
-            state = _close(state, entry, "aborted", reason)
-            log.append(f"{entry.engine} gave up {entry.version}: {reason}")
-    for model, newest in state.newest.items():
-        if state.sources(newest) is None:
-            continue
-        for engine, ranks in state.engine_ranks(model).items():
-            state = _offer(state, newest, engine, ranks)
+        if entry.id not in state.rounds:
+            continue  # it read from one that ended before it
+        found = _broken(state, entry, now)
+        if found is not None:
+            to, reason, repair = found
+            state = outcomes.close(state, entry, to, reason, repair)
+            log.append(f"{entry.engine} ended {entry.version} ({to}): {reason}")
     return state, tuple(log)
 
 
-def _broken(state: HubState, entry: Round, now: float) -> str:
+def _broken(state: HubState, entry: Round, now: float) -> tuple[RoundState, str, Repair] | None:
     if entry.deadline is not None and entry.deadline <= now:
         waiting = sorted(r for r, s in entry.ranks.items() if s in ("offered", "begun"))
-        return f"the deadline passed, ranks {waiting} were not prepared"
+        return "aborted", f"the deadline passed, ranks {waiting} were not prepared", "reoffer"
     for rank, incarnation in entry.incarnations.items():
         member = state.members.get(MemberKey("subscriber", entry.engine, rank))
-        if member is None or member.incarnation != incarnation:
-            return f"rank {rank} of the engine is gone"
+        if (member is None or member.incarnation != incarnation) and entry.ranks[rank] != "installed":
+            return _rank_lost(entry, rank, member is not None)
     if entry.all_at_least(("prepared", "installed")):
-        return ""  # the weights have arrived; the publisher may go
+        return None  # the weights have arrived; the source may go
     for rank, incarnation in entry.sources.items():
-        member = state.members.get(MemberKey("publisher", entry.world, rank))
+        member = state.members.get(MemberKey(entry.role, entry.world, rank))
         if member is None or member.incarnation != incarnation:
-            return f"rank {rank} of publisher {entry.world} is gone"
-    return ""
+            return "failed", f"rank {rank} of {entry.role} {entry.world} is gone", "reoffer"
+    return None
 
 
-def _offer(state: HubState, newest: Announced, engine: str, ranks: dict[int, Member]) -> HubState:
-    size = next(iter(ranks.values())).size
-    if sorted(ranks) != list(range(size)) or any(m.size != size for m in ranks.values()):
-        return state  # the engine isn't whole yet
+def _rank_lost(entry: Round, rank: int, replaced: bool) -> tuple[RoundState, str, Repair]:
+    reason = f"rank {rank} of the engine " + ("was replaced by another process" if replaced else "is gone")
+    if not entry.decided:
+        return "aborted", reason, "anchor" if replaced else "wait_lease"
+    lost = dataclasses.replace(entry, ranks={**entry.ranks, rank: "gave_up"}) if replaced else entry
+    to, _ = outcomes.judge(lost)
+    return to, reason, "anchor" if replaced else "wait_lease"
+
+
+def _derive(state: HubState) -> HubState:
+    """After a restart without a publisher: what engines serve is published, if it is of one lineage."""
+    for model in {m.info.get("model") for m in state.members.values() if m.key.role == "relay"}:
+        known = state.newest.get(model) if isinstance(model, str) else None
+        if not isinstance(model, str) or (known is not None and known.told):
+            continue
+        served = [v for k, v in state.installed.items() if state.members[k].info.get("model") == model]
+        versions = {v for v in served if any(h.complete for h in fleet.holders(state, Tag(model, v)))}
+        if len({v.lineage for v in served}) == 1 and versions:
+            best = max(versions, key=lambda v: v.number)
+            entry = Published(model, best, "", 0, 0.0, told=False)
+            state = dataclasses.replace(state, newest={**state.newest, model: entry})
+    return state
+
+
+def _release_pins(state: HubState) -> HubState:
+    """Pins end with the lease of their owner."""
+    ended = [
+        (tag, by)
+        for tag, owners in state.pins.items()
+        for by, owner in owners.items()
+        if owner is not None and not _lives(state, *owner)
+    ]
+    for tag, by in ended:
+        state, _ = _unpin(state, Unpin(tag.model, tag.version, by))
+    return state
+
+
+def _lives(state: HubState, key: MemberKey, incarnation: str) -> bool:
+    member = state.members.get(key)
+    return member is not None and member.incarnation == incarnation
+
+
+def _offer(state: HubState, model: str, engine: str, ranks: dict[int, Member]) -> HubState:
+    newest = state.newest.get(model)
+    version = fleet.wanted(ranks) or (newest.version if newest is not None else None)
+    have = [state.installed.get(m.key) for m in ranks.values()]
+    needed = version is not None and any(accepts(v, version) for v in have)
     for entry in state.rounds.values():
-        if entry.engine == engine and entry.model == newest.model:
-            if entry.begun or entry.version == newest.version:
+        if entry.engine == engine and entry.model == model:
+            if entry.begun or (needed and entry.version == version):
                 return state
-            state = _close(state, entry, "superseded", f"by {newest.version}")
-    if all(not accepts(state.installed.get(m.key), newest.version) for m in ranks.values()):
+            why = f"by {version}" if needed else "every rank has it"
+            state = outcomes.close(state, entry, "superseded", why, "none")
+            break
+    if version is None or not needed or not fleet.has_room(state, engine, ranks):
+        return state
+    if newest is not None and not newest.told and any(v and v.lineage != version.lineage for v in have):
+        return state  # which of two lineages is the later one, engines can't tell
+    return _propose(state, Tag(model, version), engine, ranks)
+
+
+def _propose(state: HubState, tag: Tag, engine: str, ranks: dict[int, Member]) -> HubState:
+    holder = fleet.choose(state, tag, engine, ranks)
+    if holder is None:
         return state
     entry = Round(
         id=f"{state.epoch[:8]}-{state.next_round}",
-        model=newest.model,
+        number=state.next_round,
+        model=tag.model,
         engine=engine,
-        version=newest.version,
-        ranks={r: "offered" for r in ranks},
+        version=tag.version,
+        ranks=dict.fromkeys(ranks, "offered"),
         incarnations={r: m.incarnation for r, m in ranks.items()},
-        sources=dict(newest.ranks),
-        world=newest.world,
+        sources={r: m.incarnation for r, m in holder.members.items()},
+        world=holder.source.name,
+        role=holder.source.role,
     )
     rounds = {**state.rounds, entry.id: entry}
     return dataclasses.replace(state, rounds=rounds, next_round=state.next_round + 1)
-
-
-def accepts(installed: Version | None, offered: Version) -> bool:
-    """The lineage rule: a later number of the same lineage, or any number of another lineage (an anchor)."""
-    return installed is None or installed.lineage != offered.lineage or offered.follows(installed)
-
-
-def watch(state: HubState, key: MemberKey, incarnation: str) -> dict[str, Any] | Refused:
-    """What a subscriber rank needs to know: the publisher ranks of its model and the round it is offered."""
-    member = state.members.get(key)
-    if member is None:
-        return Refused("unknown_member", f"{key} isn't registered here")
-    if member.incarnation != incarnation:
-        return Refused("replaced", f"{key} was replaced by another process")
-    model = member.info.get("model")
-    publishers = [
-        m.public()
-        for m in state.members.values()
-        if m.key.role == "publisher" and m.info.get("model") == model
-    ]
-    offer = None
-    for entry in state.rounds.values():
-        if entry.engine == key.name and entry.model == model and key.rank in entry.ranks:
-            offer = {"round": entry.id, "version": version_json(entry.version), "sources": entry.world}
-    return {"publishers": sorted(publishers, key=lambda p: (p["name"], p["rank"])), "offer": offer}
-
-
-def round_status(state: HubState, round_id: str) -> dict[str, Any] | Refused:
-    """How a round stands: {"state", "reason", "prepared": whether every rank is}."""
-    entry = state.rounds.get(round_id) or state.closed.get(round_id)
-    if entry is None:
-        return Refused("unknown_round", f"round {round_id} isn't known here")
-    prepared = entry.all_at_least(("prepared", "installed"))
-    return {"state": entry.state, "reason": entry.reason, "prepared": prepared}
-
-
-def newest_version(state: HubState, model: str) -> dict[str, Any] | None:
-    """The newest published version of a model, or None."""
-    entry = state.newest.get(model)
-    if entry is None:
-        return None
-    return {
-        "model": model,
-        "version": version_json(entry.version),
-        "bytes": entry.nbytes,
-        "published_at": entry.at,
-        "available": state.sources(entry) is not None,
-    }
-
-
-def status(state: HubState) -> dict[str, Any]:
-    """Everything an operator wants to see, as JSON."""
-    engines: dict[str, Any] = {}
-    for key, member in state.members.items():
-        if key.role == "subscriber":
-            entry = engines.setdefault(key.name, {"size": member.size, "ranks": {}})
-            entry["ranks"][str(key.rank)] = version_json(state.installed.get(key))
-    return {
-        "epoch": state.epoch,
-        "newest": {m: newest_version(state, m) for m in state.newest},
-        "engines": engines,
-        "members": [m.public() for m in state.members.values()],
-        "rounds": [
-            {
-                "id": r.id,
-                "engine": r.engine,
-                "version": version_json(r.version),
-                "ranks": {str(k): v for k, v in r.ranks.items()},
-            }
-            for r in state.rounds.values()
-        ],
-        "closed": [
-            {
-                "id": r.id,
-                "engine": r.engine,
-                "version": version_json(r.version),
-                "state": r.state,
-                "why": r.reason,
-            }
-            for r in list(state.closed.values())[-32:]
-        ],
-    }
