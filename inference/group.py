@@ -19,17 +19,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jaxrl_sync.inference.errors import RankDiedError
 from jaxrl_sync.inference.plan import StepPlan
 from jaxrl_sync.transfer import auth, clean
-from jaxrl_sync.transfer.errors import TransferError
+from jaxrl_sync.transfer.errors import ProtocolError, TransferError
+from jaxrl_sync.transfer.reception import Reception
+from jaxrl_sync.transfer.refusals import Refusals
 from jaxrl_sync.transfer.wire import Connection, dial, listen
 
 ALIVE_S = 1.0
 SILENCE_S = 4.0
 SEND_S = 4.0
+_HANDSHAKE_S = 5.0
 MAX_PLAN_BYTES = 256 << 20
 
 OnDeath = Callable[[str], None]
@@ -105,6 +108,7 @@ class Leader:
         self._name, self._token, self._size, self._on_death = name, token, size, on_death
         self._listener = listen(host)
         self._links: dict[int, _Link] = {}
+        self._arrived = threading.Condition()
 
     @property
     def address(self) -> tuple[str, int]:
@@ -114,24 +118,32 @@ class Leader:
 
     def wait(self, timeout_s: float) -> None:
         """Accept every follower; RankDiedError names the ranks that are missing at the deadline."""
-        deadline = time.monotonic() + timeout_s
-        run_id = auth.run_id_of(self._token)
-        while len(self._links) < self._size - 1:
-            self._listener.settimeout(max(0.01, deadline - time.monotonic()))
-            try:
-                sock, _ = self._listener.accept()
-            except TimeoutError:
+        welcoming = Reception(
+            self._listener,
+            self._token,
+            auth.run_id_of(self._token),
+            self._welcome,
+            refusals=Refusals(log, f"{self._name}'s control port"),
+            handshake_s=_HANDSHAKE_S,
+            name="group",
+        )
+        welcoming.start()
+        try:
+            with self._arrived:
+                whole = self._arrived.wait_for(lambda: len(self._links) == self._size - 1, timeout_s)
                 missing = sorted(set(range(1, self._size)) - set(self._links))
-                raise RankDiedError(
-                    f"{self._name}: ranks {missing} did not connect in {timeout_s:g} s"
-                ) from None
-            try:
-                hello = auth.accept(sock, self._token, run_id, 5.0)
-            except TransferError as error:
-                log.warning("%s: refused a control connection: %s", self._name, error)
-                sock.close()
-                continue
-            self._links[int(hello["rank"])] = self._link(sock, int(hello["rank"]))
+        finally:
+            welcoming.close()
+        if not whole:
+            raise RankDiedError(f"{self._name}: ranks {missing} did not connect in {timeout_s:g} s")
+
+    def _welcome(self, sock: socket.socket, hello: auth.Hello, answer: dict[str, Any], peer: str) -> None:
+        rank = hello.get("rank")
+        with self._arrived:
+            if type(rank) is not int or not 0 < rank < self._size or rank in self._links:
+                raise ProtocolError(f"rank {rank!r}, expected another one from 1 to {self._size - 1}")
+            self._links[rank] = self._link(sock, rank)
+            self._arrived.notify_all()
 
     def _link(self, sock: socket.socket, rank: int) -> _Link:
         connection = Connection(sock, f"{self._name} rank {rank}")

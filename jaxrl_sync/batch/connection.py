@@ -32,9 +32,11 @@ from jaxrl_sync.transfer.errors import (
     ResourceError,
     TransferError,
 )
+from jaxrl_sync.transfer.reception import Reception
+from jaxrl_sync.transfer.refusals import Refusals
 
 _POLL_S = 0.5
-_MAX_HANDSHAKES = 8
+_MAX_UNPROVEN = 16
 
 logger = logging.getLogger("jaxrl_sync.batch")
 
@@ -262,7 +264,7 @@ class BatchReceiver:
         config: ConnectionConfig | None = None,
         limits: FrameLimits | None = None,
     ) -> None:
-        self._token, self._run_id, self._data_rank = token, run_id, data_rank
+        self._data_rank = data_rank
         self._config, self._limits = config or ConnectionConfig(), limits or FrameLimits()
         try:
             self._listener = wire.listen(host, port)
@@ -270,7 +272,6 @@ class BatchReceiver:
             raise ResourceError(f"can't listen for batches on {host}:{port}: {e.strerror or e}") from e
         if not wire.is_loopback(host):
             logger.warning("BATCHES ARE TAKEN UNENCRYPTED FROM WHO HAS THE RUN TOKEN ON %s", host)
-        self._listener.settimeout(_POLL_S)
         bound = self._listener.getsockname()
         self.address = f"{bound[0]}:{bound[1]}"
         self._changed = threading.Condition()
@@ -281,14 +282,25 @@ class BatchReceiver:
         self._connection: wire.Connection | None = None
         self._lost_at: float | None = None
         self._closed = threading.Event()
-        self._handshakes = threading.Semaphore(_MAX_HANDSHAKES)
-        self.refused_connections = 0
-        self._threads = [
-            threading.Thread(target=self._accept_loop, name="batch-accept", daemon=True),
-            threading.Thread(target=self._heartbeat_loop, name="batch-heartbeat", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._reception = Reception(
+            self._listener,
+            token,
+            run_id,
+            self._serve,
+            reply=self._greet,
+            refusals=Refusals(logger, "batch port"),
+            handshake_s=self._config.handshake_s,
+            name="batch",
+            most=_MAX_UNPROVEN,
+        )
+        self._heartbeat = threading.Thread(target=self._heartbeat_loop, name="batch-heartbeat", daemon=True)
+        self._reception.start()
+        self._heartbeat.start()
+
+    @property
+    def refused_connections(self) -> int:
+        """Connections that were refused so far."""
+        return sum(self._reception.refused.values())
 
     def address_towards(self, url: str) -> str:
         """``host:port`` for those who reach ``url``: a listener on every interface has no address itself."""
@@ -342,10 +354,9 @@ class BatchReceiver:
             self._changed.notify_all()
         if connection is not None:
             connection.close()
-        self._listener.close()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(timeout=self._config.handshake_s + 2 * _POLL_S)
+        self._reception.close(self._config.handshake_s)
+        if self._heartbeat is not threading.current_thread():
+            self._heartbeat.join(timeout=self._config.handshake_s + 2 * _POLL_S)
 
     def __enter__(self) -> BatchReceiver:
         return self
@@ -353,36 +364,8 @@ class BatchReceiver:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _accept_loop(self) -> None:
-        while not self._closed.is_set():
-            try:
-                sock, peer = self._listener.accept()
-            except TimeoutError:
-                continue
-            except OSError:
-                if self._closed.is_set():
-                    return
-                self._closed.wait(_POLL_S)  # out of descriptors: the next round may do better
-                continue
-            if not self._handshakes.acquire(blocking=False):
-                self._refuse(sock, peer, f"{_MAX_HANDSHAKES} others are still unproven")
-                continue
-            threading.Thread(target=self._serve, args=(sock, peer), name="batch-read", daemon=True).start()
-
-    def _refuse(self, sock: socket.socket, peer: object, why: object) -> None:
-        self.refused_connections += 1
-        logger.warning("refused a connection from %s: %s", peer, why)
-        sock.close()
-
-    def _serve(self, sock: socket.socket, peer: object) -> None:
-        """Handshake, then frames of one connection until it breaks, is replaced or closed."""
-        try:
-            auth.accept(sock, self._token, self._run_id, self._config.handshake_s, self._welcome)
-        except (TransferError, OSError) as error:
-            self._refuse(sock, peer, error)
-            return
-        finally:
-            self._handshakes.release()
+    def _serve(self, sock: socket.socket, hello: auth.Hello, answer: dict[str, Any], peer: str) -> None:
+        """Frames of one proven connection until it breaks, is replaced or closed."""
         connection = wire.Connection(sock, "orchestrator")
         with self._changed:
             old, self._connection = self._connection, connection
@@ -402,7 +385,7 @@ class BatchReceiver:
                     self._connection, self._lost_at = None, time.monotonic()
                     self._changed.notify_all()
 
-    def _welcome(self, hello: dict[str, Any]) -> dict[str, Any]:
+    def _greet(self, hello: auth.Hello) -> dict[str, Any]:
         found, wanted = (hello.get("purpose"), hello.get("data_rank")), ("batch", self._data_rank)
         if found != wanted:
             raise AuthError(f"a connection for {found} came to {wanted}")
