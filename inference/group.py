@@ -17,7 +17,6 @@ import queue
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
