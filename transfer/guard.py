@@ -39,7 +39,7 @@ class Guard:
         self._app, self._token, self._deny, self._refusals = app, token, deny, refusals
         self._public, self._clock = frozenset(public), clock
         self._clients, self._all = Buckets(limits.client), Buckets(limits.all, 1)
-        self._wrong = Buckets(limits.refused)
+        self._strangers = Buckets(limits.stranger)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -49,11 +49,13 @@ class Guard:
         address, now = _address(scope), self._clock()
         proven = self._proves(scope)
         if not proven and scope["path"] not in self._public:
-            await self._refuse(scope, address, now)(scope, receive, send)
+            await self._refuse(scope, address)(scope, receive, send)
             return
         if proven:
             scope.get(PROVEN, _nothing)()
-        wait_s = max(self._clients.take(address, now), self._all.take("", now))
+        wait_s = (self._clients if proven else self._strangers).take(address, now)
+        if not wait_s:
+            wait_s = self._all.take("", now)
         if wait_s:
             self._refusals.note(address, "rate", f"{scope['path']}: too many requests")
             answer = self._deny(scope, 429, "too many requests")
@@ -66,11 +68,10 @@ class Guard:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         return len(given) == 1 and auth.check_bearer(given[0].decode("latin-1"), self._token)
 
-    def _refuse(self, scope: Scope, address: str, now: float) -> Response:
+    def _refuse(self, scope: Scope, address: str) -> Response:
         named = any(name == b"authorization" for name, _ in scope["headers"])
         self._refusals.note(address, "token", f"{scope['path']}: {'wrong' if named else 'no'} run token")
-        often = self._wrong.take(address, now) > 0
-        answer = self._deny(scope, 429 if often else 401, "the run token is needed: missing or wrong")
+        answer = self._deny(scope, 401, "missing or wrong run token")
         answer.headers["www-authenticate"] = "Bearer"
         answer.headers["connection"] = "close"  # the body of the refused request is not read
         return answer

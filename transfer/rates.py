@@ -20,11 +20,11 @@ class Rate:
 
 @dataclasses.dataclass(frozen=True)
 class RateLimits:
-    """Limits of one server: proven calls per address and in all, and refused ones per address."""
+    """Limits of one server: calls per address with the token and without it, and all calls together."""
 
     client: Rate = Rate(2000.0, 4000.0)
     all: Rate = Rate(8000.0, 16000.0)
-    refused: Rate = Rate(10.0, 100.0)
+    stranger: Rate = Rate(50.0, 200.0)
 
 
 DEFAULT_LIMITS = RateLimits()
