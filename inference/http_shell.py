@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -11,7 +10,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from jaxrl_sync.inference.errors import EngineError
 from jaxrl_sync.inference.openai_types import ApiError
@@ -21,7 +20,6 @@ log = logging.getLogger("jaxrl_sync.inference.server")
 
 MAX_BODY_BYTES = 8 << 20
 BODY_DEADLINE_S = 30.0
-_MAX_LOGGED_PEERS = 1024
 
 
 class HttpError(Exception):
@@ -36,41 +34,12 @@ class ClientGone(Exception):
     """The client closed its connection before the answer."""
 
 
-class BearerAuth:
-    """Refuses every request without the token, before its body is read; but for the paths in ``public``.
-
-    The comparison takes the same time for any wrong token. Each refused peer is logged once.
-    """
-
-    def __init__(self, app: ASGIApp, token: str, public: frozenset[str]) -> None:
-        self._app = app
-        self._expected = b"bearer " + token.encode()
-        self._public = public
-        self._logged: set[str] = set()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self._public or self._admits(scope):
-            await self._app(scope, receive, send)
-            return
-        self._log_once(scope)
-        message = "missing or wrong run token: send it as 'Authorization: Bearer TOKEN' (api_key)"
-        response = error_response(scope["path"], 401, "AuthenticationError", message, "invalid_api_key")
-        response.headers["www-authenticate"] = "Bearer"
-        response.headers["connection"] = "close"  # the body of the refused request is not read
-        await response(scope, receive, send)
-
-    def _admits(self, scope: Scope) -> bool:
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(given) != 1:
-            return False
-        scheme, _, token = given[0].partition(b" ")
-        return hmac.compare_digest(scheme.lower() + b" " + token.strip(), self._expected)
-
-    def _log_once(self, scope: Scope) -> None:
-        peer = scope["client"][0] if scope.get("client") else "unknown"
-        if peer not in self._logged and len(self._logged) < _MAX_LOGGED_PEERS:
-            self._logged.add(peer)
-            log.warning("refused %s from %s: missing or wrong run token (logged once)", scope["path"], peer)
+def denied(scope: Scope, status: int, message: str) -> Response:
+    """The answer to a request that the guard refuses."""
+    named = status == 401
+    kind = "AuthenticationError" if named else "RateLimitError"
+    advice = f"{message}: send it as 'Authorization: Bearer TOKEN' (api_key)" if named else message
+    return error_response(scope["path"], status, kind, advice, "invalid_api_key" if named else None)
 
 
 class EventStream(Response):

@@ -42,6 +42,7 @@ from jaxrl_sync.transfer import auth
 from jaxrl_sync.transfer.config import SubscriberConfig
 from jaxrl_sync.transfer.hub.client import HubClient
 from jaxrl_sync.transfer.subscriber import Subscriber
+from jaxrl_sync.transfer.tls import ServerTls
 
 WORLD_TIMEOUT_S = 120.0
 DRAIN_S = 5.0
@@ -65,6 +66,7 @@ class Spec:
     replica: int
     coordinator: str | None
     tokenizer: str | None
+    tls: ServerTls | None
 
     @property
     def name(self) -> str:
@@ -86,6 +88,7 @@ def run(
     replica: int = 0,
     coordinator: str | None = None,
     tokenizer: str | None = None,
+    tls: ServerTls | None = None,
     stop: threading.Event,
     announce: Announce,
     record: Record,
@@ -98,7 +101,7 @@ def run(
     """
     spec = Spec(
         engine, model, subscriber, dtype, swap_policy, hub_url, token_file, host, port, replica, coordinator,
-        tokenizer,
+        tokenizer, tls,
     )  # fmt: skip
     with _world(spec):
         mesh = Mesh(np.array(jax.devices()), ("tp",), axis_types=(AxisType.Auto,))
@@ -230,7 +233,7 @@ def _open_server(
         chat = chat_format(tokenizer)
         stack.callback(chat.close)
         openai = OpenAIModel("policy", spec.config, spec.model.vocab_size, tokenizer, chat)
-    config = ServerConfig(host=spec.host, port=spec.port, name=spec.name)
+    config = ServerConfig(host=spec.host, port=spec.port, name=spec.name, tls=spec.tls)
     server = EngineServer(
         engine, token=token, config=config, openai=openai, swap=updater.swap, extra_stats=extra_stats
     )

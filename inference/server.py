@@ -18,10 +18,8 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -31,10 +29,10 @@ from jaxrl_sync.inference.errors import NotServingError, RequestError
 from jaxrl_sync.inference.front import EngineFront
 from jaxrl_sync.inference.generation import ENGINE_GRACE_S, Generation, Job
 from jaxrl_sync.inference.http_shell import (
-    BearerAuth,
     EventStream,
     HttpError,
     answering,
+    denied,
     error_response,
     json_response,
     read_json,
@@ -44,8 +42,10 @@ from jaxrl_sync.inference.openai_api import OpenAIModel
 from jaxrl_sync.inference.openai_format import event_stream, whole_answer
 from jaxrl_sync.inference.request import PauseMode, Request
 from jaxrl_sync.sharding.errors import UserError
-from jaxrl_sync.transfer import wire
-from jaxrl_sync.transfer.impatient import KEEP_ALIVE_S, ImpatientProtocol
+from jaxrl_sync.transfer import impatient, wire
+from jaxrl_sync.transfer.guard import Guard
+from jaxrl_sync.transfer.refusals import Refusals
+from jaxrl_sync.transfer.tls import ServerTls
 from jaxrl_sync.transfer.version import Version
 
 log = logging.getLogger("jaxrl_sync.inference.server")
@@ -55,7 +55,6 @@ log = logging.getLogger("jaxrl_sync.inference.server")
 Swap = Callable[[Version, float, PauseMode], Future[dict[str, Any]]]
 
 PAUSE_MODES = ("keep", "wait", "abort")
-_MAX_HEADER_BYTES = 64 << 10
 
 
 class PortInUseError(UserError):
@@ -68,7 +67,7 @@ class PortInUseError(UserError):
 class ServerConfig:
     """Where and as whom the server answers; times in seconds.
 
-    port: 0 takes a free one. name: of the replica, in answers. max_generate_s: deadline of a ``/generate``
+    tls: the certificate to speak HTTPS with; without one, plain HTTP. port: 0 takes a free one. name: of the replica, in answers. max_generate_s: deadline of a ``/generate``
     without a ``timeout_s``, and the most that any call may ask for. max_control_s: deadline of ``/pause``,
     ``/resume``, and of a ``/swap`` without a ``timeout_s``. max_connections: more are answered 503.
     """
@@ -79,6 +78,7 @@ class ServerConfig:
     max_generate_s: float = 3600.0
     max_control_s: float = 600.0
     max_connections: int = 4096
+    tls: ServerTls | None = None
 
 
 class EngineServer:
@@ -99,24 +99,25 @@ class EngineServer:
         extra_stats: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
         self._config = config or ServerConfig()
+        tls = self._config.tls
+        context = tls.context() if tls is not None else None
+        self._refusals = Refusals(log, self._config.name)
         self._socket = listen(self._config.host, self._config.port)
+        if tls is None and not wire.is_loopback(self._config.host):
+            log.warning(
+                "%s LISTENS ON %s WITHOUT TLS: WHO CAN READ THAT NETWORK LEARNS THE RUN TOKEN (see hub.tls)",
+                self._config.name,
+                self._config.host,
+            )
         self._address: tuple[str, int] = self._socket.getsockname()[:2]
         self._calls = _Calls(front, self._config, openai, swap, extra_stats)
-        app = _application(self._calls, token)
-        self._uvicorn = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                http=ImpatientProtocol,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                timeout_keep_alive=int(KEEP_ALIVE_S),
-                timeout_graceful_shutdown=5,
-                limit_concurrency=self._config.max_connections,
-                h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
-                server_header=False,
-            )
+        app = Guard(_application(self._calls), token=token, deny=denied, refusals=self._refusals)
+        self._uvicorn = impatient.server(
+            app,
+            tls=context,
+            lifespan="off",
+            timeout_graceful_shutdown=5,
+            limit_concurrency=self._config.max_connections,
         )
         self._thread = threading.Thread(
             target=self._uvicorn.run, kwargs={"sockets": [self._socket]}, name="engine-http", daemon=True
@@ -125,9 +126,10 @@ class EngineServer:
 
     @property
     def url(self) -> str:
-        """``http://host:port`` of the listening socket, which takes connections from construction on."""
+        """``http://host:port`` (or https) of the listening socket, which takes connections at once."""
         host, port = self._address
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "http" if self._config.tls is None else "https"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     def close(self, drain_s: float = 10.0) -> None:
         """Refuses new generations (503), lets running ones end for ``drain_s``, aborts the rest, and ends.
@@ -282,7 +284,7 @@ class _Calls:
             self._open.remove(request_ids)
 
 
-def _application(calls: _Calls, token: str) -> Starlette:
+def _application(calls: _Calls) -> Starlette:
     table = [
         ("/generate", "POST", calls.generate),
         ("/abort", "POST", calls.abort),
@@ -297,8 +299,7 @@ def _application(calls: _Calls, token: str) -> Starlette:
         ("/v1/chat/completions", "POST", calls.chat_completions),
     ]
     routes = [Route(path, answering(handler), methods=[method]) for path, method, handler in table]
-    auth = Middleware(BearerAuth, token=token, public=frozenset({"/health"}))
-    return Starlette(routes=routes, middleware=[auth], exception_handlers={HTTPException: _no_such_call})
+    return Starlette(routes=routes, exception_handlers={HTTPException: _no_such_call})
 
 
 async def _no_such_call(http: HttpRequest, error: Exception) -> Response:

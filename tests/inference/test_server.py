@@ -131,7 +131,7 @@ def test_refused_peer_is_logged_once(engine: Engine, caplog: pytest.LogCaptureFi
         for _ in range(3):
             assert httpx.get(server.url + "/stats").status_code == 401
     assert [r.getMessage() for r in caplog.records if "refused" in r.getMessage()] == [
-        "refused /stats from 127.0.0.1: missing or wrong run token (logged once)"
+        "engine-0 refused 127.0.0.1: /stats: no run token (logged once in 600 s)"
     ]
 
 
