@@ -33,10 +33,14 @@ _PIN_HEX = 64
 
 @dataclasses.dataclass(frozen=True)
 class ServerTls:
-    """A certificate (chain) and its key, both PEM. The key's file must be readable by its owner alone."""
+    """A certificate (chain) and its key, both PEM. The key's file must be readable by its owner alone.
+
+    ``ca`` is the authority that clients are told to trust; without one they are told the certificate.
+    """
 
     cert: Path
     key: Path
+    ca: Path | None = None
 
     def context(self) -> ssl.SSLContext:
         """What a server needs: TLS 1.2 or later. ResourceError names a file that doesn't fit."""
@@ -63,9 +67,9 @@ class ServerTls:
             raise ResourceError(f"certificate {self.cert}: {error}") from error
         return hashlib.sha256(der).hexdigest()
 
-    def pinned(self, url: str) -> str:
-        """``url`` (https) with this certificate as all that its clients trust."""
-        return f"{url}#{_PIN}={self.fingerprint}"
+    def vouched(self, url: str) -> str:
+        """``url`` (https) with what its clients are to trust: the authority, else this certificate alone."""
+        return f"{url}#{_PIN}={self.fingerprint}" if self.ca is None else with_ca(url, str(self.ca))
 
 
 @dataclasses.dataclass(frozen=True)

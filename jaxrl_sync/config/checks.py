@@ -19,6 +19,20 @@ def check(config: RunConfig) -> None:
     _check_density(config)
     _check_adapters(config)
     _check_files(config)
+    _check_hub(config)
+
+
+def _check_hub(config: RunConfig) -> None:
+    hub = config.hub
+    given = hub.tls_cert is not None and hub.tls_key is not None
+    if hub.tls == "files" and not given:
+        raise ConfigError("hub.tls='files' needs hub.tls_cert and hub.tls_key")
+    if hub.tls != "files" and (hub.tls_cert is not None or hub.tls_key is not None):
+        raise ConfigError(f"hub.tls_cert and hub.tls_key need hub.tls='files', found {hub.tls!r}")
+    for name in ("tls_cert", "tls_key", "tls_ca"):
+        path = getattr(hub, name)
+        if path is not None and not Path(path).is_file():
+            raise MissingFileError(f"hub.{name}={path}: no such file")
 
 
 def _check_adapters(config: RunConfig) -> None:

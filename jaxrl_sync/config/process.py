@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxrl_sync.config.sections import RunConfig
 from jaxrl_sync.sharding.errors import UserError
+from jaxrl_sync.transfer.tls import with_ca
 
 
 class PeerError(UserError, RuntimeError):
@@ -78,7 +79,7 @@ class ProcessContext:
     def wait_hub(self, timeout_s: float) -> str:
         """The hub's URL: as given, or from ``RUN_DIR/proc/hub.json``; blocks up to ``timeout_s`` for it."""
         if self.hub_url is not None:
-            return self.hub_url
+            return with_ca(self.hub_url, self.config.hub.tls_ca)
         path, deadline = self.run_dir / "proc" / "hub.json", time.monotonic() + timeout_s
         while time.monotonic() < deadline and not self.stop.is_set():
             if path.exists():

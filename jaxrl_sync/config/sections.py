@@ -309,6 +309,15 @@ class HubSection(Section):
     port: NonNegative = 0
     ttl_s: Seconds = 10.0
     """Lease of a member; its heartbeat comes three times as often."""
+    tls: Literal["off", "self-signed", "files"] = "off"
+    """HTTPS for what hub and engines answer: with a certificate that is made for the run and pinned by every
+    client, or with ``tls_cert`` and ``tls_key``. Weights and batches are never encrypted: docs/security.md."""
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_ca: str | None = None
+    """PEM file of the authority that clients trust; without it they pin the hub's certificate."""
+    metrics_open: bool = False
+    """Whether ``GET /metrics`` of hub and engines answers without the run token."""
 
 
 class EvalSection(Section):

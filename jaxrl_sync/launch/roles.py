@@ -11,6 +11,7 @@ import traceback
 from types import FrameType
 
 from jaxrl_sync.config.process import ProcessContext
+from jaxrl_sync.launch.certificates import server_tls
 from jaxrl_sync.launch.worker import ERROR_PREFIX
 from jaxrl_sync.sharding.errors import UserError
 from jaxrl_sync.transfer import clean
@@ -103,6 +104,7 @@ def _run_hub(context: ProcessContext) -> None:
         stop=context.stop,
         announce=context.announce,
         ttl_s=settings.hub.ttl_s,
+        tls=server_tls(settings, context.run_dir),
     )
 
 
@@ -126,6 +128,7 @@ def _run_engine(context: ProcessContext) -> None:
             replica=context.replica,
             coordinator=context.coordinator,
             tokenizer=config.model.tokenizer,
+            tls=server_tls(config, context.run_dir),
             stop=context.stop,
             announce=context.announce,
             record=timeline.record,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl_sync.config import RunConfig, load, parse_overrides, render, save
+from jaxrl_sync.launch.certificates import server_tls
 from jaxrl_sync.launch.commands import workers
 from jaxrl_sync.launch.preflight import check_ports, check_rooms, check_task
 from jaxrl_sync.launch.rundir import create, locked
@@ -54,6 +55,7 @@ def _supervise(config: RunConfig, path: Path, resume: bool) -> Outcome:
     forget_attempt(path)
     save(config, path / "config.toml")
     token = create_token(path / "token")
+    server_tls(config, path)
     view = open_view(path)
     try:
         specs = workers(config, path, os.environ, resume=resume)

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import signal
 import time
+import urllib.parse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -250,8 +251,7 @@ class Supervisor:
         """A restarted hub must answer where the first one did."""
         if worker.spec.role == "hub" and self._hub_port is None:
             url = (read_json(self._run_dir / "proc" / "hub.json") or {}).get("url", "")
-            tail = str(url).rstrip("/").rpartition(":")[2]
-            self._hub_port = int(tail) if tail.isdigit() else None
+            self._hub_port = urllib.parse.urlsplit(str(url)).port
 
     def _event(self, event: str, process: str, detail: str = "") -> None:
         row = {"t": time.time(), "event": event, "process": process, "detail": detail}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import ssl
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -131,11 +132,11 @@ def _engine(name: str, info: Mapping[str, Any]) -> Engine:
 class EngineClient:
     """HTTP calls to engines. Admin calls have a pool of their own: long generations can't starve them."""
 
-    def __init__(self, token: str, *, connections: int) -> None:
+    def __init__(self, token: str, *, connections: int, verify: ssl.SSLContext | bool = True) -> None:
         headers = {"Authorization": f"Bearer {token}"}
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
-        self._work = httpx.AsyncClient(headers=headers, limits=limits, trust_env=False)
-        self._admin = httpx.AsyncClient(headers=headers, trust_env=False)
+        self._work = httpx.AsyncClient(headers=headers, limits=limits, trust_env=False, verify=verify)
+        self._admin = httpx.AsyncClient(headers=headers, trust_env=False, verify=verify)
 
     async def generate(self, engine: Engine, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """One whole group's answer; the engine itself ends the request at its ``timeout_s``."""

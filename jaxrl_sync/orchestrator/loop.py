@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import ssl
 import threading
 import time
 from collections.abc import Coroutine, Mapping
@@ -59,6 +60,8 @@ class Parts:
     run_dir: Path
     timeline: Timeline
     stop: threading.Event
+    verify: ssl.SSLContext | bool = True
+    """What engines are trusted with, as httpx wants it."""
 
 
 class Loop:
@@ -80,7 +83,7 @@ class Loop:
 
     def _make_components(self) -> None:
         config, parts = self.config, self._parts
-        self._client = EngineClient(parts.token, connections=config.permits + 64)
+        self._client = EngineClient(parts.token, connections=config.permits + 64, verify=parts.verify)
         self._calls = CallPool(config.task_threads)
         player = Player(self.prompts.task, self._client, self._calls, config.score_timeout_s)
         self.dispatcher = RolloutDispatcher(

@@ -16,6 +16,7 @@ from jaxrl_sync.orchestrator.trainer_link import TrainerInfo, TrainerLink, Train
 from jaxrl_sync.tasks.mixture import Mixture, make_mixture
 from jaxrl_sync.transfer.errors import PeerLost
 from jaxrl_sync.transfer.hub.client import HubClient
+from jaxrl_sync.transfer.tls import verify_of
 
 _HELLO_S = 30.0
 _LOOK_S = 0.2
@@ -50,6 +51,7 @@ async def _run(context: ProcessContext, config: LoopConfig, mixture: Mixture, hu
             hub=hub,
             link=link,
             token=hub.token,
+            verify=verify_of(context.wait_hub(config.start_timeout_s)),
             run_dir=context.run_dir,
             timeline=timeline,
             stop=context.stop,

@@ -415,4 +415,4 @@ def _url(sock: socket.socket, tls: ServerTls | None) -> str:
     """Under which URL the hub is reached, with the pin of its certificate."""
     host, port = sock.getsockname()[:2]
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    return f"http://{place}" if tls is None else tls.pinned(f"https://{place}")
+    return f"http://{place}" if tls is None else tls.vouched(f"https://{place}")
