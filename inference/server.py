@@ -68,8 +68,8 @@ class ServerConfig:
     """Where and as whom the server answers; times in seconds.
 
     tls: the certificate to speak HTTPS with; without one, plain HTTP. port: 0 takes a free one. name: of the
-    replica, in answers. max_generate_s: deadline of a ``/generate`` without a ``timeout_s``, and the most that
-    any call may ask for. max_control_s: deadline of ``/pause``, ``/resume``, and of a ``/swap`` without a
+    replica, in answers. max_generate_s: deadline of a ``/generate`` without a ``timeout_s``, and the most
+    that any call may ask for. max_control_s: deadline of ``/pause``, ``/resume``, and of a ``/swap`` without a
     ``timeout_s``. max_connections: more are answered 503.
     """
 

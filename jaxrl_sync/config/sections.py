@@ -311,7 +311,7 @@ class HubSection(Section):
     """Lease of a member; its heartbeat comes three times as often."""
     tls: Literal["off", "self-signed", "files"] = "off"
     """HTTPS for what hub and engines answer: with a certificate that is made for the run and pinned by every
-    client, or with ``tls_cert`` and ``tls_key``. Weights and batches are never encrypted: docs/security.md."""
+    client, or with ``tls_cert`` and ``tls_key``. Weights and batches stay unencrypted: docs/security.md."""
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_ca: str | None = None

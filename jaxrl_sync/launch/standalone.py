@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from jaxrl_sync.config import ConfigError, MissingFileError, RunConfig, load
+from jaxrl_sync.launch.certificates import server_tls
 from jaxrl_sync.launch.environment import role_environment
 
 
@@ -43,7 +44,7 @@ def serve(options: argparse.Namespace, overrides: Mapping[str, Any]) -> int:
             dtype=config.engine.dtype,
         ),
         token=_token(token_file),
-        server=ServerConfig(host=config.run.host, port=port),
+        server=ServerConfig(host=config.run.host, port=port, tls=server_tls(config, token_file.parent)),
         stop=_stop_event(),
         announce=lambda url: print(f"serving on {url}, token file {token_file.absolute()}", flush=True),
     )
