@@ -1,0 +1,121 @@
+"""What the rows of one session say: medians per mode, the claims, the table."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+Row = dict[str, Any]
+LABELS = {
+    "stop": "stop, gather, save and load with orbax",
+    "jax": "stop, `jax.experimental.transfer`",
+    "sync": "jaxrl_sync, synchronous",
+    "async": "jaxrl_sync, asynchronous",
+}
+CLAIMS = {"stop": 42.0, "jax": 10.0}
+PAUSE_STEPS = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """One mode under one condition. ``lost_s`` is decode time lost per sync, slower steps included."""
+
+    syncs: int
+    stall_s: float
+    p99_s: float
+    window_s: float
+    lost_s: float
+    loss: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Condition:
+    """All modes while the trainer is paused or runs; ``step_s`` and ``spread_s``: median and IQR of steps."""
+
+    step_s: float
+    spread_s: float
+    modes: dict[str, Mode]
+
+    def stall_s(self, mode: str) -> float:
+        """The median stall, or the spread of the decode steps where that is more."""
+        return max(self.modes[mode].stall_s, self.spread_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """A session: ``conditions`` by "paused" and "running", as far as there are rows."""
+
+    session: str
+    params: int
+    conditions: dict[str, Condition]
+
+    def lines(self) -> list[str]:
+        """The table as text."""
+        lines = [f"session {self.session}, {self.params:,} parameters"]
+        for name, c in self.conditions.items():
+            lines.append(
+                f"trainer {name}: decode step {c.step_s * 1e3:.1f} ms, spread (IQR) {c.spread_s * 1e3:.1f} ms"
+            )
+            for mode, m in c.modes.items():
+                lines.append(
+                    f"  {LABELS[mode]:40} {m.syncs:3} syncs, stall {m.stall_s * 1e3:8.1f} ms (p99 "
+                    f"{m.p99_s * 1e3:8.1f}), serves after {m.window_s * 1e3:7.0f} ms, decode time lost "
+                    f"{m.lost_s * 1e3:7.0f} ms, {m.loss:4.0%} of the tokens/s until then"
+                )
+        return lines
+
+
+def summarize(rows: Sequence[Row]) -> Summary:
+    """The summary of one session's rows."""
+    conditions = {}
+    for name, running in (("paused", False), ("running", True)):
+        chosen = [r for r in rows if r["running"] == running]
+        if chosen:
+            conditions[name] = _condition(chosen)
+    return Summary(rows[-1]["session"], rows[-1]["params"], conditions)
+
+
+def _condition(rows: Sequence[Row]) -> Condition:
+    steps = [s for r in rows for s in r["steps_s"]]
+    low, middle, high = statistics.quantiles(steps, n=4)
+    modes = {
+        m: _mode([r for r in rows if r["mode"] == m]) for m in LABELS if any(r["mode"] == m for r in rows)
+    }
+    return Condition(middle, high - low, modes)
+
+
+def _mode(rows: Sequence[Row]) -> Mode:
+    stalls = sorted(r["stall_s"] for r in rows)
+    lost = [max(0.0, r["window_s"] - r["window_steps"] * r["median_s"]) for r in rows]
+    return Mode(
+        len(rows),
+        statistics.median(stalls),
+        stalls[min(len(stalls) - 1, int(0.99 * len(stalls)))],
+        statistics.median(r["window_s"] for r in rows),
+        statistics.median(lost),
+        statistics.median(x / r["window_s"] for x, r in zip(lost, rows, strict=True)),
+    )
+
+
+def verdict(summary: Summary) -> int:
+    """Print the claims with their figures; 1 if one that can be checked does not hold."""
+    paused = summary.conditions.get("paused")
+    if paused is None or "async" not in paused.modes:
+        return 0
+    claims = [
+        (f"{LABELS[mode]} over ours", paused.modes[mode].stall_s / paused.stall_s("async"), limit, True)
+        for mode, limit in CLAIMS.items()
+        if mode in paused.modes
+    ]
+    steps = paused.modes["async"].p99_s / paused.step_s
+    claims.append(("p99 swap pause, decode steps", steps, PAUSE_STEPS, False))
+    failed = 0
+    for text, value, limit, at_least in claims:
+        good = value >= limit if at_least else value <= limit
+        failed += not good
+        print(
+            f"  {text}: {value:.2f} (at {'least' if at_least else 'most'} {limit:g}){'' if good else ' NO'}"
+        )
+    return 1 if failed else 0
