@@ -19,9 +19,8 @@ from jax.sharding import NamedSharding
 from jaxrl_sync.sharding import codec
 from jaxrl_sync.sharding.box import Box, overlap_of
 from jaxrl_sync.sharding.errors import MappingError
+from jaxrl_sync.sharding.manifest import MAGIC, Manifest
 from jaxrl_sync.sharding.paths import leaves_by_path, nearest, nested
-
-_MAGIC = b"jaxrl.layout\x01"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,7 +270,7 @@ class Layout(Mapping[str, TensorLayout]):
 
     @functools.cached_property
     def _bytes(self) -> bytes:
-        out = codec.Writer(_MAGIC)
+        out = codec.Writer(MAGIC)
         placements = self._placements
         out.integer(len(placements))
         for placement in placements:
@@ -293,23 +292,15 @@ class Layout(Mapping[str, TensorLayout]):
     @classmethod
     def from_bytes(cls, data: bytes) -> Layout:
         """Reads `to_bytes`; anything else is a `MappingError`."""
-        read = codec.Reader(data, _MAGIC, "layout")
-        placements = []
-        for _ in range(read.count()):
-            shape = read.shape()
-            shards = []
-            for _ in range(read.count()):
-                device, process = read.integer(), read.integer()
-                start = tuple(read.integer() for _ in shape)
-                shards.append(Shard(device, process, Box(start, tuple(read.integer() for _ in shape))))
-            placements.append(Placement(shape, tuple(shards)))
-        tensors = {}
-        for _ in range(read.count()):
-            path, dtype, index = read.text(), read.text(), read.integer()
-            if not 0 <= index < len(placements):
-                raise MappingError(f"layout: tensor {path!r} names placement {index} of {len(placements)}")
-            tensors[path] = TensorLayout(str(dtype_of(dtype)), placements[index])
-        read.end()
+        manifest = Manifest.parse(data)
+        placements = [
+            Placement(shape, tuple(Shard(device, process, Box(a, b)) for device, process, a, b in shards))
+            for shape, shards in manifest.placements
+        ]
+        tensors = {
+            path: TensorLayout(str(dtype_of(dtype)), placements[index])
+            for path, (dtype, index) in manifest.tensors.items()
+        }
         return cls(tensors)
 
     @property

@@ -234,6 +234,42 @@ class HubClient:
         assert version is not None
         return PublishedVersion(row["model"], version, row["bytes"], row["published_at"], row["available"])
 
+    def pin(
+        self,
+        version: Version,
+        by: str,
+        model: str = "policy",
+        timeout_s: float = 10.0,
+        lease: Lease | None = None,
+    ) -> None:
+        """Have ``version`` kept until ``unpin``, or as long as ``lease`` lives; ``by`` names who wants that.
+
+        Returns once a publisher has confirmed that it keeps it: from then on late engines get it, however
+        many versions are published meanwhile. HubRefused("unavailable") when nobody holds it (any more),
+        DeadlineError after ``timeout_s``. Repeating it changes nothing.
+        """
+        deadline = time.monotonic() + timeout_s
+        about = {"model": model, "version": version_json(version)}
+        self.call("/v1/event/pin", {**about, "by": by, **(lease.identity if lease is not None else {})})
+        while True:
+            left = max(0.0, min(POLL_S, deadline - time.monotonic()))
+            seen = self.call("/v1/pin", {**about, "timeout_s": left}, left)
+            if seen["confirmed"]:
+                return
+            if not seen["held"]:
+                self.unpin(version, by, model)
+                raise HubRefused("unavailable", f"nobody holds version {version} of {model} any more")
+            if time.monotonic() >= deadline:
+                raise DeadlineError(f"no publisher confirmed within {timeout_s:g} s that it keeps {version}")
+
+    def unpin(self, version: Version, by: str, model: str = "policy") -> None:
+        """``by`` needs ``version`` no longer. Idempotent."""
+        self.call("/v1/event/unpin", {"model": model, "version": version_json(version), "by": by})
+
+    def preflight(self, model: str = "policy") -> dict[str, Any]:
+        """{"ok", "differences": [{"who", "what", "found", "expected"}], "unknown": [who has no plan yet]}."""
+        return self.call("/v1/preflight", {"model": model}, 30.0)
+
     def status(self) -> dict[str, Any]:
         """The hub's whole state as JSON."""
         return self._decode(self._send("GET", "/v1/status", httpx.Timeout(10.0)))

@@ -2,9 +2,8 @@
 
 Every call but ``GET /health`` needs ``Authorization: Bearer <run token>`` (`jaxrl_sync.transfer.guard`), with
 TLS where a certificate is given. Bodies are JSON of limited size that must arrive within a deadline; long
-polls end after at most ``MAX_POLL_S``. Blobs (layouts and the like)
-are stored under the sha256 of their bytes and, as everything here, are forgotten at a restart: their owners
-register them again.
+polls end after at most ``MAX_POLL_S``. Blobs (layouts and the like) are stored under the sha256 of their
+bytes and, as everything here, are forgotten at a restart: their owners register them again.
 """
 
 from __future__ import annotations
@@ -32,8 +31,9 @@ from starlette.types import Scope
 from jaxrl_sync.transfer import auth, impatient, wire
 from jaxrl_sync.transfer.errors import ResourceError
 from jaxrl_sync.transfer.guard import Guard
-from jaxrl_sync.transfer.hub import machine
-from jaxrl_sync.transfer.hub.state import HubState, MemberKey, version_of
+from jaxrl_sync.transfer.hub import machine, preflight, views
+from jaxrl_sync.transfer.hub.bodies import BadRequest, event_of, member_key, model_name, number, text, version
+from jaxrl_sync.transfer.hub.state import HubState, Tag, version_json, version_of
 from jaxrl_sync.transfer.rates import DEFAULT_LIMITS, RateLimits
 from jaxrl_sync.transfer.refusals import Refusals
 from jaxrl_sync.transfer.tls import ServerTls
@@ -44,11 +44,8 @@ MAX_BLOBS_BYTES = 1 << 30
 MAX_POLL_S = 30.0
 BODY_TIMEOUT_S = 20.0
 TICK_S = 0.5
-MAX_WORLD = 1 << 16
 MAX_MEMBERS = 1 << 14
-MAX_INFO_BYTES = 64 << 10
-_MAX_NUMBER = 1e18
-_HTTP = {"unknown_member": 409, "replaced": 409, "regress": 409, "unknown_round": 410, "round_over": 410}
+_HTTP = {"unknown_round": 410, "round_over": 410}  # others: 409
 
 logger = logging.getLogger("jaxrl_sync.hub")
 
@@ -107,81 +104,6 @@ class Hub:
             self.blobs.pop(next(iter(self.blobs)))
 
 
-class BadRequest(Exception):
-    """A body that the hub can't take."""
-
-
-def _key(body: dict[str, Any]) -> MemberKey:
-    role, name, rank = body.get("role"), body.get("name"), body.get("rank")
-    if not isinstance(role, str) or not isinstance(name, str) or type(rank) is not int:
-        raise BadRequest(f"a member is role, name and rank, got {role!r}, {name!r}, {rank!r}")
-    if not role or not name or len(role) > 64 or len(name) > 256:
-        raise BadRequest("role and name must be short and not empty")
-    if not (role.isprintable() and name.isprintable()):  # they get into logs and tables
-        raise BadRequest(f"role {role!r} and name {name!r} must be printable")
-    return MemberKey(role, name, rank)
-
-
-def _text(body: dict[str, Any], field: str) -> str:
-    value = body.get(field)
-    if not isinstance(value, str):
-        raise BadRequest(f"field {field!r} is {type(value).__name__}, expected text")
-    return value
-
-
-def _model(body: dict[str, Any]) -> str:
-    """The model that a call is about: a name of a line, as it gets into logs, tables and file names."""
-    name = _text(body, "model")
-    if not 0 < len(name) <= 256 or not name.isprintable():
-        raise BadRequest(f"model {name[:80]!r} must be a printable name of 1 to 256 characters")
-    return name
-
-
-def _number(body: dict[str, Any], field: str, default: float) -> float:
-    value = body.get(field, default)
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise BadRequest(f"field {field!r} is {type(value).__name__}, expected a number")
-    if not abs(value) <= _MAX_NUMBER:  # nan too
-        raise BadRequest(f"field {field!r} is {str(value)[:40]}, expected at most {_MAX_NUMBER:.0e}")
-    return float(value)
-
-
-def _event(kind: str, body: dict[str, Any], ttl_s: float) -> machine.Event:
-    """The event that a call's body describes. BadRequest or ValueError when it describes none."""
-    key, incarnation = _key(body), _text(body, "incarnation")
-    match kind:
-        case "register":
-            info = body.get("info", {})
-            if not isinstance(info, dict):
-                raise BadRequest(f"info is {type(info).__name__}, expected an object")
-            if (told := len(json.dumps(info))) > MAX_INFO_BYTES:
-                raise BadRequest(f"info is {told} bytes of JSON, expected at most {MAX_INFO_BYTES}")
-            size = int(_number(body, "size", 1))
-            if not 0 <= key.rank < size <= MAX_WORLD:
-                raise BadRequest(f"rank {key.rank} of {size}, expected 0 <= rank < size <= {MAX_WORLD}")
-            ttl = min(max(_number(body, "ttl_s", ttl_s), 0.5), 600.0)
-            return machine.Register(key, size, incarnation, info, ttl, version_of(body.get("installed")))
-        case "heartbeat":
-            return machine.Heartbeat(key, incarnation)
-        case "leave":
-            return machine.Leave(key, incarnation)
-        case "announce":
-            version = version_of(body.get("version"))
-            if version is None:
-                raise BadRequest("announce needs a version")
-            nbytes = int(_number(body, "bytes", 0))
-            return machine.Announce(key, incarnation, _model(body), version, nbytes, time.time())
-        case "advance":
-            to = _text(body, "to")
-            if to not in ("begun", "prepared", "installed"):
-                raise BadRequest(f"to is {to!r}, expected begun, prepared or installed")
-            limit_s = _number(body, "timeout_s", 60.0)
-            return machine.Advance(key, incarnation, _text(body, "round"), to, limit_s)  # type: ignore[arg-type]
-        case "fail":
-            return machine.Fail(key, incarnation, _text(body, "round"), _text(body, "reason")[:2000])
-    raise BadRequest(f"unknown call {kind!r}")
-
-
 async def _body(request: Request, limit_bytes: int) -> bytes:
     """The whole body, limited in size and time."""
     parts: list[bytes] = []
@@ -219,6 +141,10 @@ class Routes:
             ("/v1/round", self.round, ["POST"]),
             ("/v1/newest", self.newest, ["POST"]),
             ("/v1/members", self.members, ["POST"]),
+            ("/v1/pinned", self.pinned, ["POST"]),
+            ("/v1/pin", self.pin, ["POST"]),
+            ("/v1/unpublished", self.unpublished, ["POST"]),
+            ("/v1/preflight", self.preflight, ["POST"]),
             ("/v1/status", self.status, ["GET"]),
             ("/v1/blob", self.put_blob, ["POST"]),
             ("/v1/blob/{digest}", self.get_blob, ["GET"]),
@@ -253,7 +179,7 @@ class Routes:
 
     async def event(self, request: Request) -> Response:
         """One change of state."""
-        event = _event(request.path_params["kind"], await _json(request), self.hub.ttl_s)
+        event = event_of(request.path_params["kind"], await _json(request), self.hub.ttl_s)
         members = self.hub.state.members
         if isinstance(event, machine.Register) and len(members) >= MAX_MEMBERS and event.key not in members:
             raise BadRequest(f"{len(members)} members are registered, no more are taken")
@@ -263,7 +189,7 @@ class Routes:
     async def watch(self, request: Request) -> Response:
         """Long poll of a subscriber rank: answers when publishers or its offer differ from what it knows."""
         body = await _json(request)
-        key, incarnation = _key(body), _text(body, "incarnation")
+        key, incarnation = member_key(body), text(body, "incarnation")
         known_round, known_publishers = body.get("round"), body.get("publishers")
 
         def ask() -> dict[str, Any] | machine.Refused | None:
@@ -275,13 +201,13 @@ class Routes:
             changed = offered != known_round or publishers != known_publishers
             return seen if changed else None
 
-        result = await self.hub.poll(ask, _number(body, "timeout_s", MAX_POLL_S))
+        result = await self.hub.poll(ask, number(body, "timeout_s", MAX_POLL_S))
         return self._answer(result if result is not None else {"unchanged": True})
 
     async def round(self, request: Request) -> Response:
         """Long poll of a rank that is prepared: answers when every rank is, or when the round is over."""
         body = await _json(request)
-        round_id = _text(body, "round")
+        round_id = text(body, "round")
 
         def ask() -> dict[str, Any] | machine.Refused | None:
             seen = machine.round_status(self.hub.state, round_id)
@@ -290,7 +216,7 @@ class Routes:
             )
             return None if waiting else seen
 
-        result = await self.hub.poll(ask, _number(body, "timeout_s", MAX_POLL_S))
+        result = await self.hub.poll(ask, number(body, "timeout_s", MAX_POLL_S))
         return self._answer(
             result if result is not None else {"state": "open", "prepared": False, "reason": ""}
         )
@@ -298,7 +224,7 @@ class Routes:
     async def newest(self, request: Request) -> Response:
         """The newest version of a model; with ``after`` a long poll for another one than that."""
         body = await _json(request)
-        model, after = _model(body), version_of(body.get("after"))
+        model, after = model_name(body), version_of(body.get("after"))
 
         def ask() -> dict[str, Any] | None:
             entry = self.hub.state.newest.get(model)
@@ -306,12 +232,12 @@ class Routes:
                 return None
             return machine.newest_version(self.hub.state, model)
 
-        return self._answer({"newest": await self.hub.poll(ask, _number(body, "timeout_s", 0.0))})
+        return self._answer({"newest": await self.hub.poll(ask, number(body, "timeout_s", 0.0))})
 
     async def members(self, request: Request) -> Response:
         """Members of a role; a long poll until there are ``count`` of them."""
         body = await _json(request)
-        role, count = body.get("role"), int(_number(body, "count", 0))
+        role, count = body.get("role"), int(number(body, "count", 0))
 
         def listed() -> list[dict[str, Any]]:
             return [m.public() for m in self.hub.state.members.values() if role in (None, m.key.role)]
@@ -319,8 +245,51 @@ class Routes:
         def ask() -> list[dict[str, Any]] | None:
             return found if len(found := listed()) >= count else None
 
-        found = await self.hub.poll(ask, _number(body, "timeout_s", 0.0))
+        found = await self.hub.poll(ask, number(body, "timeout_s", 0.0))
         return self._answer({"members": listed() if found is None else found})
+
+    async def pinned(self, request: Request) -> Response:
+        """Long poll of a publisher: answers when other versions are pinned than it knows of."""
+        body = await _json(request)
+        model, known = model_name(body), body.get("known")
+
+        def listed() -> list[Any]:
+            return [version_json(v) for v in views.pinned(self.hub.state, model)]
+
+        def ask() -> list[Any] | None:
+            return found if (found := listed()) != known else None
+
+        found = await self.hub.poll(ask, number(body, "timeout_s", 0.0))
+        return self._answer({"pinned": listed() if found is None else found})
+
+    async def pin(self, request: Request) -> Response:
+        """Long poll of who pinned a version: answers when a publisher has confirmed it, or nobody can."""
+        body = await _json(request)
+        tag = Tag(model_name(body), version(body))
+
+        def ask() -> dict[str, Any] | None:
+            seen = views.pin_state(self.hub.state, tag)
+            return None if seen["held"] and seen["pinned"] and not seen["confirmed"] else seen
+
+        found = await self.hub.poll(ask, number(body, "timeout_s", 0.0))
+        return self._answer(views.pin_state(self.hub.state, tag) if found is None else found)
+
+    async def unpublished(self, request: Request) -> Response:
+        """Long poll of who withdraws a version: answers when nobody reads it there any more."""
+        body = await _json(request)
+        key, tag = member_key(body), Tag(model_name(body), version(body))
+
+        def ask() -> dict[str, Any] | None:
+            seen = views.unpublished(self.hub.state, key, tag)
+            return seen if seen["drained"] else None
+
+        found = await self.hub.poll(ask, number(body, "timeout_s", 0.0))
+        return self._answer(views.unpublished(self.hub.state, key, tag) if found is None else found)
+
+    async def preflight(self, request: Request) -> Response:
+        """Whether the members of a model fit each other, with every difference by name."""
+        model, blobs = model_name(await _json(request)), dict(self.hub.blobs)
+        return self._answer(await asyncio.to_thread(preflight.compare, self.hub.state, model, blobs))
 
     async def status(self, _: Request) -> Response:
         """The whole state."""
