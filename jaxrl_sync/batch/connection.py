@@ -25,7 +25,6 @@ from typing import Any
 from jaxrl_sync.batch.frame import PREFIX_BYTES, BatchFrame, FrameError, FrameLimits, decode_batch
 from jaxrl_sync.transfer import auth, wire
 from jaxrl_sync.transfer.errors import (
-    AuthError,
     DeadlineError,
     PeerLost,
     ProtocolError,
@@ -388,7 +387,7 @@ class BatchReceiver:
     def _greet(self, hello: auth.Hello) -> dict[str, Any]:
         found, wanted = (hello.get("purpose"), hello.get("data_rank")), ("batch", self._data_rank)
         if found != wanted:
-            raise AuthError(f"a connection for {found} came to {wanted}")
+            raise ProtocolError(f"a connection for {found} came to {wanted}")
         with self._changed:
             state = self._state
         return {"lineage": state.lineage, "number": state.number, "cursor": dict(state.cursor)}

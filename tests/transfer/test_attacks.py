@@ -317,4 +317,3 @@ def test_publishes_while_the_hub_is_away_end_as_announced_or_superseded(
         again.close()
 
 
-# Links.
