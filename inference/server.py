@@ -115,6 +115,7 @@ class EngineServer:
         app = Guard(_application(self._calls), token=token, deny=denied, refusals=self._refusals)
         self._uvicorn = impatient.server(
             app,
+            self._refusals,
             tls=context,
             lifespan="off",
             timeout_graceful_shutdown=5,

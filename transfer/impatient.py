@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxrl_sync.transfer.guard import PROVEN
 from jaxrl_sync.transfer.lobby import Lobby
+from jaxrl_sync.transfer.refusals import Refusals
 
 HEADERS_DEADLINE_S = 20.0
 SEND_DEADLINE_S = 60.0
@@ -20,15 +22,18 @@ KEEP_ALIVE_S = 75.0
 MAX_HEADER_BYTES = 64 << 10
 MAX_UNPROVEN = 256
 
+_LOGGER = logging.getLogger("jaxrl_sync.http")
+_LOGGER.setLevel(logging.ERROR)
+
 
 def server(
-    app: ASGIApp, *, tls: ssl.SSLContext | None = None, lobby: Lobby | None = None, **settings: Any
+    app: ASGIApp, refusals: Refusals, *, tls: ssl.SSLContext | None = None, **settings: Any
 ) -> uvicorn.Server:
     """A uvicorn server that believes no header about who calls, ends who dawdles, speaks TLS with ``tls``."""
-    known = Lobby(MAX_UNPROVEN) if lobby is None else lobby
+    own = {"lobby": Lobby(MAX_UNPROVEN), "refusals": refusals}
     config = uvicorn.Config(
         app,
-        http=type("Impatient", (ImpatientProtocol,), {"lobby": known}),
+        http=type("Impatient", (ImpatientProtocol,), own),
         ws="none",
         log_config=None,
         access_log=False,
@@ -48,15 +53,17 @@ class ImpatientProtocol(H11Protocol):
     ``HEADERS_DEADLINE_S`` (an idle one may stay ``KEEP_ALIVE_S`` longer), and one whose reader lets its
     answer stand for ``SEND_DEADLINE_S``. Until it has proven the token it waits in the ``lobby``."""
 
-    lobby = Lobby(MAX_UNPROVEN)
+    lobby: Lobby
+    refusals: Refusals
     _stalled: asyncio.TimerHandle | None = None
     _leave: Callable[[], None] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Give the first request its time."""
         super().connection_made(transport)
+        self.logger = _LOGGER  # uvicorn's own writes a line for every request that is none
         self._headers_due = self.loop.call_later(HEADERS_DEADLINE_S, self._end_idle)
-        address = self.client[0] if self.client else "unknown"
+        address = self._address()
         number = self.lobby.enter(address, transport.abort)
         self._leave = lambda: self.lobby.leave(address, number)
 
@@ -72,6 +79,14 @@ class ImpatientProtocol(H11Protocol):
         super().handle_events()
         if self.scope is not None:
             self.scope[PROVEN] = self._proven  # type: ignore[literal-required]
+
+    def send_400_response(self, msg: str) -> None:
+        """What came is no HTTP."""
+        self.refusals.note(self._address(), "protocol", msg)
+        super().send_400_response(msg)
+
+    def _address(self) -> str:
+        return self.client[0] if self.client else "unknown"
 
     def _proven(self) -> None:
         leave, self._leave = self._leave, None

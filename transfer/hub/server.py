@@ -365,7 +365,7 @@ async def _serve(
     app = Starlette(routes=Routes(hub).table(), lifespan=lifespan)
     guard = Guard(app, token=hub.token, deny=_deny, refusals=hub.refusals, limits=limits)
     server = impatient.server(
-        guard, tls=context, limit_concurrency=2048, timeout_graceful_shutdown=1, lifespan="on"
+        guard, hub.refusals, tls=context, limit_concurrency=2048, timeout_graceful_shutdown=1, lifespan="on"
     )
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     serving = asyncio.create_task(server._serve(sockets=[sock]))
