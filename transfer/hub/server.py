@@ -15,13 +15,13 @@ import json
 import logging
 import secrets
 import socket
-import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -30,10 +30,13 @@ from starlette.types import Scope
 
 from jaxrl_sync.transfer import auth, impatient, wire
 from jaxrl_sync.transfer.errors import ResourceError
+from jaxrl_sync.transfer.exposition import CONTENT_TYPE, render
 from jaxrl_sync.transfer.guard import Guard
 from jaxrl_sync.transfer.hub import machine, preflight, views
 from jaxrl_sync.transfer.hub.bodies import BadRequest, event_of, member_key, model_name, number, text, version
+from jaxrl_sync.transfer.hub.metrics import families
 from jaxrl_sync.transfer.hub.state import HubState, Tag, version_json, version_of
+from jaxrl_sync.transfer.hub.trace import Trace
 from jaxrl_sync.transfer.rates import DEFAULT_LIMITS, RateLimits
 from jaxrl_sync.transfer.refusals import Refusals
 from jaxrl_sync.transfer.tls import ServerTls
@@ -60,6 +63,7 @@ class Hub:
         self.state = HubState(epoch=secrets.token_hex(8))
         self.blobs: dict[str, bytes] = {}
         self.refusals = Refusals(logger, "hub")
+        self.trace = Trace()
         self.closing = False
         self._changed = asyncio.Event()
 
@@ -72,6 +76,7 @@ class Hub:
         """Apply one event and wake every long poll if the state changed."""
         before = self.state
         self.state, outcome = machine.step(before, event, time.monotonic())
+        self.trace.see(before, self.state, time.time())
         for line in outcome.log if isinstance(outcome, machine.Done) else ():
             logger.info("%s", line)
         if self.state is not before:
@@ -96,6 +101,23 @@ class Hub:
         while True:
             await asyncio.sleep(TICK_S)
             self.apply(machine.Tick())
+
+    def note(self, event: machine.Event, body: dict[str, Any]) -> None:
+        """Keep what a rank told beside an event that was taken."""
+        now = time.time()
+        if isinstance(event, machine.Announce):
+            self.trace.published(event.key, event.model, event.version, body, now)
+        elif isinstance(event, machine.Advance) and event.to == "installed":
+            entry = self.state.closed.get(event.round) or self.state.rounds.get(event.round)
+            if entry is not None:
+                self.trace.reported(event.key, entry, body.get("report"), now)
+
+    def metrics(self) -> str:
+        """All metrics as Prometheus' text."""
+        clocks = {"now": time.monotonic(), "t": time.time()}
+        blobs_bytes = sum(map(len, self.blobs.values()))
+        counts = self.refusals.counts()
+        return render(families(self.state, self.trace, **clocks, refused=counts, blobs_bytes=blobs_bytes))
 
     def put_blob(self, data: bytes) -> None:
         """Keep a blob under its sha256; the oldest go when the total exceeds ``MAX_BLOBS_BYTES``."""
@@ -146,6 +168,8 @@ class Routes:
             ("/v1/unpublished", self.unpublished, ["POST"]),
             ("/v1/preflight", self.preflight, ["POST"]),
             ("/v1/status", self.status, ["GET"]),
+            ("/v1/trace", self.trace, ["POST"]),
+            ("/metrics", self.metrics, ["GET"]),
             ("/v1/blob", self.put_blob, ["POST"]),
             ("/v1/blob/{digest}", self.get_blob, ["GET"]),
         ]
@@ -179,11 +203,14 @@ class Routes:
 
     async def event(self, request: Request) -> Response:
         """One change of state."""
-        event = event_of(request.path_params["kind"], await _json(request), self.hub.ttl_s)
+        body = await _json(request)
+        event = event_of(request.path_params["kind"], body, self.hub.ttl_s)
         members = self.hub.state.members
         if isinstance(event, machine.Register) and len(members) >= MAX_MEMBERS and event.key not in members:
             raise BadRequest(f"{len(members)} members are registered, no more are taken")
         outcome = self.hub.apply(event)
+        if isinstance(outcome, machine.Done):
+            self.hub.note(event, body)
         return self._answer(outcome if isinstance(outcome, machine.Refused) else outcome.reply)
 
     async def watch(self, request: Request) -> Response:
@@ -295,6 +322,21 @@ class Routes:
         """The whole state."""
         return self._answer(machine.status(self.hub.state))
 
+    async def trace(self, request: Request) -> Response:
+        """Rows of the trace after number ``after``; a long poll for the next one."""
+        body = await _json(request)
+        after = int(number(body, "after", 0))
+
+        def ask() -> list[dict[str, Any]] | None:
+            return self.hub.trace.since(after) or None
+
+        rows = await self.hub.poll(ask, number(body, "timeout_s", 0.0))
+        return self._answer({"rows": rows or [], "seq": self.hub.trace.seq})
+
+    async def metrics(self, _: Request) -> Response:
+        """For Prometheus."""
+        return Response(self.hub.metrics(), media_type=CONTENT_TYPE)
+
     async def put_blob(self, request: Request) -> Response:
         """Keep the body under its sha256."""
         data = await _body(request, MAX_BLOB_BYTES)
@@ -324,12 +366,14 @@ def run_hub(
     run_id: str | None = None,
     tls: ServerTls | None = None,
     limits: RateLimits = DEFAULT_LIMITS,
+    metrics_open: bool = False,
 ) -> None:
     """Serve until ``stop`` is set; ``announce(url)`` is called once the hub answers.
 
     Binds to ``host``; anything but loopback without ``tls`` draws a loud warning: the run token travels in
     every request. With ``tls`` the URL pins its certificate. ResourceError when the port is taken or the
-    certificate can't be used. ``ttl_s`` is the lease of members that don't ask for another.
+    certificate can't be used. ``ttl_s`` is the lease of members that don't ask for another. With
+    ``metrics_open`` even strangers get ``/metrics``.
     """
     token = auth.load_token(token_file)
     context = tls.context() if tls is not None else None
@@ -344,35 +388,44 @@ def run_hub(
         raise ResourceError(f"can't listen on {host}:{port}: {error.strerror or error}") from error
     with contextlib.closing(sock):
         hub = Hub(token, run_id or auth.run_id_of(token), ttl_s)
-        asyncio.run(_serve(sock, hub, stop or threading.Event(), announce, tls, context, limits))
+        public = ("/health", "/metrics") if metrics_open else ("/health",)
+        app = Starlette(routes=Routes(hub).table(), lifespan=_ticking(hub))
+        guard = Guard(app, token=token, deny=_deny, refusals=hub.refusals, public=public, limits=limits)
+        server = impatient.server(
+            guard,
+            hub.refusals,
+            tls=context,
+            limit_concurrency=2048,
+            timeout_graceful_shutdown=1,
+            lifespan="on",
+        )
+        asyncio.run(_serve(server, sock, hub, stop or threading.Event(), lambda: _url(sock, tls), announce))
 
 
-async def _serve(
-    sock: socket.socket,
-    hub: Hub,
-    stop: threading.Event,
-    announce: Callable[[str], None] | None,
-    tls: ServerTls | None,
-    context: ssl.SSLContext | None,
-    limits: RateLimits,
-) -> None:
+def _ticking(hub: Hub) -> Callable[[Starlette], contextlib.AbstractAsyncContextManager[None]]:
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         ticking = asyncio.create_task(hub.tick())
         yield
         ticking.cancel()
 
-    app = Starlette(routes=Routes(hub).table(), lifespan=lifespan)
-    guard = Guard(app, token=hub.token, deny=_deny, refusals=hub.refusals, limits=limits)
-    server = impatient.server(
-        guard, hub.refusals, tls=context, limit_concurrency=2048, timeout_graceful_shutdown=1, lifespan="on"
-    )
+    return lifespan
+
+
+async def _serve(
+    server: uvicorn.Server,
+    sock: socket.socket,
+    hub: Hub,
+    stop: threading.Event,
+    url: Callable[[], str],
+    announce: Callable[[str], None] | None,
+) -> None:
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     serving = asyncio.create_task(server._serve(sockets=[sock]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
     if announce is not None and not serving.done():
-        announce(_url(sock, tls))
+        announce(url())
     while not stop.is_set() and not serving.done():
         await asyncio.sleep(0.1)
     hub.close()
