@@ -53,6 +53,15 @@ class Member:
 
 
 @dataclasses.dataclass(frozen=True)
+class TraceRows:
+    """Rows of `jaxrl_sync.transfer.hub.trace`, the number of the last one, and the hub's life they are of."""
+
+    rows: list[dict[str, Any]]
+    seq: int
+    epoch: str
+
+
+@dataclasses.dataclass(frozen=True)
 class PublishedVersion:
     """A version that every rank of a publisher announced; ``available`` while they all live."""
 
@@ -273,6 +282,14 @@ class HubClient:
     def status(self) -> dict[str, Any]:
         """The hub's whole state as JSON."""
         return self._decode(self._send("GET", "/v1/status", httpx.Timeout(10.0)))
+
+    def trace(self, after: int = 0, timeout_s: float = 0.0) -> TraceRows:
+        """Rows of the hub's trace with a higher number than ``after``; waits up to ``timeout_s`` for one.
+
+        A restarted hub counts from 1 again: its ``epoch`` is another one.
+        """
+        answer = self.call("/v1/trace", {"after": after, "timeout_s": timeout_s}, timeout_s)
+        return TraceRows(answer["rows"], int(answer["seq"]), str(answer["epoch"]))
 
     def put_blob(self, data: bytes) -> str:
         """Store bytes with the hub; returns their sha256."""
