@@ -67,6 +67,7 @@ class Spec:
     coordinator: str | None
     tokenizer: str | None
     tls: ServerTls | None
+    metrics_open: bool
 
     @property
     def name(self) -> str:
@@ -89,6 +90,7 @@ def run(
     coordinator: str | None = None,
     tokenizer: str | None = None,
     tls: ServerTls | None = None,
+    metrics_open: bool = False,
     stop: threading.Event,
     announce: Announce,
     record: Record,
@@ -102,6 +104,7 @@ def run(
     spec = Spec(
         engine, model, subscriber, dtype, swap_policy, hub_url, token_file, host, port, replica, coordinator,
         tokenizer, tls,
+        metrics_open,
     )  # fmt: skip
     with _world(spec):
         mesh = Mesh(np.array(jax.devices()), ("tp",), axis_types=(AxisType.Auto,))
@@ -233,7 +236,7 @@ def _open_server(
         chat = chat_format(tokenizer)
         stack.callback(chat.close)
         openai = OpenAIModel("policy", spec.config, spec.model.vocab_size, tokenizer, chat)
-    config = ServerConfig(host=spec.host, port=spec.port, name=spec.name, tls=spec.tls)
+    config = ServerConfig(host=spec.host, port=spec.port, name=spec.name, tls=spec.tls, metrics_open=spec.metrics_open)
     server = EngineServer(
         engine, token=token, config=config, openai=openai, swap=updater.swap, extra_stats=extra_stats
     )

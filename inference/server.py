@@ -24,6 +24,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from jaxrl_sync.inference import metrics
 from jaxrl_sync.inference.bridge import TokenBridge, settled
 from jaxrl_sync.inference.errors import NotServingError, RequestError
 from jaxrl_sync.inference.front import EngineFront
@@ -42,7 +43,7 @@ from jaxrl_sync.inference.openai_api import OpenAIModel
 from jaxrl_sync.inference.openai_format import event_stream, whole_answer
 from jaxrl_sync.inference.request import PauseMode, Request
 from jaxrl_sync.sharding.errors import UserError
-from jaxrl_sync.transfer import impatient, wire
+from jaxrl_sync.transfer import exposition, impatient, wire
 from jaxrl_sync.transfer.guard import Guard
 from jaxrl_sync.transfer.refusals import Refusals
 from jaxrl_sync.transfer.tls import ServerTls
@@ -70,7 +71,7 @@ class ServerConfig:
     tls: the certificate to speak HTTPS with; without one, plain HTTP. port: 0 takes a free one. name: of the
     replica, in answers. max_generate_s: deadline of a ``/generate`` without a ``timeout_s``, and the most
     that any call may ask for. max_control_s: deadline of ``/pause``, ``/resume``, and of a ``/swap`` without a
-    ``timeout_s``. max_connections: more are answered 503.
+    ``timeout_s``. max_connections: more are answered 503. metrics_open: ``/metrics`` needs no token.
     """
 
     host: str = "127.0.0.1"
@@ -80,6 +81,7 @@ class ServerConfig:
     max_control_s: float = 600.0
     max_connections: int = 4096
     tls: ServerTls | None = None
+    metrics_open: bool = False
 
 
 class EngineServer:
@@ -111,8 +113,11 @@ class EngineServer:
                 self._config.host,
             )
         self._address: tuple[str, int] = self._socket.getsockname()[:2]
-        self._calls = _Calls(front, self._config, openai, swap, extra_stats)
-        app = Guard(_application(self._calls), token=token, deny=denied, refusals=self._refusals)
+        self._calls = _Calls(front, self._config, openai, swap, extra_stats, self._refusals)
+        public = ("/health", "/metrics") if self._config.metrics_open else ("/health",)
+        app = Guard(
+            _application(self._calls), token=token, deny=denied, refusals=self._refusals, public=public
+        )
         self._uvicorn = impatient.server(
             app,
             self._refusals,
@@ -176,7 +181,9 @@ class _Calls:
         openai: OpenAIModel | None,
         swap: Swap | None,
         extra_stats: Callable[[], Mapping[str, Any]] | None,
+        refusals: Refusals,
     ) -> None:
+        self._refusals = refusals
         self._front = front
         self._config = config
         self._openai = openai
@@ -231,9 +238,16 @@ class _Calls:
         return json_response(await settled(self._swap(version, timeout_s, mode), timeout_s + ENGINE_GRACE_S))
 
     async def stats(self, http: HttpRequest) -> Response:
+        return json_response(self._stats())
+
+    async def metrics(self, http: HttpRequest) -> Response:
+        text = exposition.render(metrics.families(self._stats(), self._refusals.counts()))
+        return Response(text, media_type=exposition.CONTENT_TYPE)
+
+    def _stats(self) -> dict[str, Any]:
         extra = dict(self._extra_stats()) if self._extra_stats else {}
         stats = {"engine": self._config.name, **self._front.stats().to_json(), **extra}
-        return json_response({"prepared": None, **stats})
+        return {"prepared": None, **stats}
 
     async def health(self, http: HttpRequest) -> Response:
         version = self._front.version
@@ -294,6 +308,7 @@ def _application(calls: _Calls) -> Starlette:
         ("/resume", "POST", calls.resume),
         ("/swap", "POST", calls.swap),
         ("/stats", "GET", calls.stats),
+        ("/metrics", "GET", calls.metrics),
         ("/health", "GET", calls.health),
         ("/v1/models", "GET", calls.models),
         ("/v1/models/{name:path}", "GET", calls.model),

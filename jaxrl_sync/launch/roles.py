@@ -105,6 +105,7 @@ def _run_hub(context: ProcessContext) -> None:
         announce=context.announce,
         ttl_s=settings.hub.ttl_s,
         tls=server_tls(settings, context.run_dir),
+        metrics_open=settings.hub.metrics_open,
     )
 
 
@@ -129,6 +130,7 @@ def _run_engine(context: ProcessContext) -> None:
             coordinator=context.coordinator,
             tokenizer=config.model.tokenizer,
             tls=server_tls(config, context.run_dir),
+            metrics_open=config.hub.metrics_open,
             stop=context.stop,
             announce=context.announce,
             record=timeline.record,
