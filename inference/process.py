@@ -236,7 +236,9 @@ def _open_server(
         chat = chat_format(tokenizer)
         stack.callback(chat.close)
         openai = OpenAIModel("policy", spec.config, spec.model.vocab_size, tokenizer, chat)
-    config = ServerConfig(host=spec.host, port=spec.port, name=spec.name, tls=spec.tls, metrics_open=spec.metrics_open)
+    config = ServerConfig(
+        host=spec.host, port=spec.port, name=spec.name, tls=spec.tls, metrics_open=spec.metrics_open
+    )
     server = EngineServer(
         engine, token=token, config=config, openai=openai, swap=updater.swap, extra_stats=extra_stats
     )

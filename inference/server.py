@@ -70,8 +70,8 @@ class ServerConfig:
 
     tls: the certificate to speak HTTPS with; without one, plain HTTP. port: 0 takes a free one. name: of the
     replica, in answers. max_generate_s: deadline of a ``/generate`` without a ``timeout_s``, and the most
-    that any call may ask for. max_control_s: deadline of ``/pause``, ``/resume``, and of a ``/swap`` without a
-    ``timeout_s``. max_connections: more are answered 503. metrics_open: ``/metrics`` needs no token.
+    that any call may ask for. max_control_s: deadline of ``/pause``, ``/resume``, and of a ``/swap`` without
+    a ``timeout_s``. max_connections: more are answered 503. metrics_open: ``/metrics`` needs no token.
     """
 
     host: str = "127.0.0.1"
