@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -129,8 +128,12 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="write one HTML page about a run, finished or not")
     report.add_argument("run_dir")
     report.add_argument("--out", help="the page to write (default: RUN_DIR/report.html)")
-    status = commands.add_parser("status", help="what a run is doing now")
-    status.add_argument("run_dir")
+    status = commands.add_parser("status", help="what a run, or the fleet of a hub, is doing now")
+    status.add_argument("run_dir", nargs="?", help="directory of the run; or give --hub and --token-file")
+    status.add_argument("--hub", help="URL of the hub; with TLS its fragment says what to trust")
+    status.add_argument("--token-file", help="the run token (default: RUN_DIR/token)")
+    status.add_argument("--watch", nargs="?", type=float, const=2.0, metavar="SECONDS", help="again and again")
+    status.add_argument("--json", action="store_true", help="for programs; with --watch one line each time")
     gguf = commands.add_parser("import-gguf", help="make a checkpoint folder of a GGUF file (Llama, Qwen3)")
     gguf.add_argument("file")
     gguf.add_argument("folder", help="a new folder: config.json, model.safetensors, tokenizer.json")
@@ -223,9 +226,16 @@ def _import_gguf(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from jaxrl_sync.launch.status import run_status
+    from jaxrl_sync.launch.status import Looker, show
 
-    print(json.dumps(run_status(Path(options.run_dir)), indent=2))
+    if options.run_dir is None and (options.hub is None or options.token_file is None):
+        raise UsageError("status needs RUN_DIR, or --hub with --token-file (see `jaxrl-sync status --help`)")
+    if options.watch is not None and not options.watch > 0:
+        raise UsageError(f"--watch {options.watch:g}: expected seconds above 0")
+    run_dir = Path(options.run_dir) if options.run_dir is not None else None
+    token_file = Path(options.token_file) if options.token_file is not None else None
+    with Looker(run_dir, options.hub, token_file) as looker:
+        show(looker, as_json=options.json, watch_s=options.watch)
     return 0
 
 

@@ -320,7 +320,9 @@ class Routes:
 
     async def status(self, _: Request) -> Response:
         """The whole state."""
-        return self._answer(machine.status(self.hub.state))
+        now, state = time.monotonic(), self.hub.state
+        leases = {str(m.key): round(m.expires - now, 3) for m in state.members.values()}
+        return self._answer(machine.status(state) | {"leases": leases, "refused": self.hub.refusals.counts()})
 
     async def trace(self, request: Request) -> Response:
         """Rows of the trace after number ``after``; a long poll for the next one."""
