@@ -34,6 +34,7 @@ from jaxrl_sync.orchestrator.logger import PeriodicLogger, rss_bytes
 from jaxrl_sync.orchestrator.play import Player
 from jaxrl_sync.orchestrator.policy import Policy
 from jaxrl_sync.orchestrator.prompts import Prompts
+from jaxrl_sync.orchestrator.round_log import Ask, RoundLog
 from jaxrl_sync.orchestrator.rundir import MetricsFile, evals_done, keep_batch
 from jaxrl_sync.orchestrator.scoring import Scorer
 from jaxrl_sync.orchestrator.signal import Signal
@@ -62,6 +63,8 @@ class Parts:
     stop: threading.Event
     verify: ssl.SSLContext | bool = True
     """What engines are trusted with, as httpx wants it."""
+    trace: Ask | None = None
+    """``HubClient.trace``; without it nothing is kept of single rounds."""
 
 
 class Loop:
@@ -133,6 +136,9 @@ class Loop:
             self._on_swap,
             TrainerWatch(config.trainer_wait_s, (info.name for info in parts.link.infos)),
         )
+        self.round_log = None
+        if parts.trace is not None:
+            self.round_log = RoundLog(parts.trace, self.metrics.append, parts.timeline.record)
         self.logger = PeriodicLogger(parts.run_dir, config.log_interval_s, self.collect)
 
     async def run(self) -> dict[str, Any]:
@@ -144,6 +150,7 @@ class Loop:
             "WeightWatcher": self.watcher.run(),
             "PeriodicLogger": self.logger.run(),
             "stop": self._watch_stop(),
+            **({"RoundLog": self.round_log.run()} if self.round_log is not None else {}),
         }
         ending = {
             "batches": self.train_sink.run_ship(),
@@ -266,6 +273,8 @@ class Loop:
             await self.dispatcher.close()
         await self._client.close()
         self._calls.close()
+        if self.round_log is not None:
+            await self.round_log.drain()
         self.metrics.close()
         with contextlib.suppress(LoopError, OSError):
             await self.logger.write()

@@ -51,6 +51,7 @@ async def _run(context: ProcessContext, config: LoopConfig, mixture: Mixture, hu
             hub=hub,
             link=link,
             token=hub.token,
+            trace=hub.trace,
             verify=verify_of(context.wait_hub(config.start_timeout_s)),
             run_dir=context.run_dir,
             timeline=timeline,

@@ -32,6 +32,8 @@ class RunData:
     summary: Row
     progress: Row
     config_text: str
+    rounds: list[Row] = dataclasses.field(default_factory=list)
+    edges: list[Row] = dataclasses.field(default_factory=list)
 
     @property
     def finished(self) -> bool:
@@ -69,6 +71,8 @@ def read_run(run_dir: Path) -> RunData:
         summary=_read_object(run_dir / "summary.json"),
         progress=_read_object(run_dir / "progress.json"),
         config_text=(run_dir / "config.toml").read_text(encoding="utf8"),
+        rounds=[row for row in rows if row.get("kind") == "round"],
+        edges=[row for row in rows if row.get("kind") == "edge"],
     )
 
 

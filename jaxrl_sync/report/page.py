@@ -10,7 +10,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from jaxrl_sync.report import density, figures
+from jaxrl_sync.report import density, figures, rounds
 from jaxrl_sync.report.data import RunData, read_run
 
 SECTIONS: tuple[tuple[str, str, Callable[[RunData], Figure | None], str], ...] = (
@@ -24,6 +24,13 @@ SECTIONS: tuple[tuple[str, str, Callable[[RunData], Figure | None], str], ...] =
     ("Timeline", "What each process did when.", figures.timeline, "png"),
     ("Mismatch", "How far engine and trainer log-probs are apart.", figures.mismatch, "svg"),
     ("Weight sync", "Bytes and pause of every swap.", figures.sync_cost, "svg"),
+    (
+        "Rounds",
+        "Who took which version from whom and when (grey: on offer), how long decoding stood still for the swap, "
+        "and what the phases of an edge took.",
+        rounds.rounds,
+        "png",
+    ),
     (
         "Density",
         "Changed share of every class of tensors, bytes of the last measured update by coding, and its gaps "
