@@ -78,6 +78,7 @@ class Engine:
         self._uids: dict[str, int] = {}
         self._next_uid = 0
         self._swap: PendingSwap | None = None
+        self._swapping = False
         self._standing: list[Future[EngineState]] = []
         self._deliveries: list[Callable[[], None]] = []
         self._poisoned: str | None = None
@@ -169,6 +170,21 @@ class Engine:
         """See ``front.EngineFront.install``."""
         return self.request_swap(version, lambda: tree)
 
+    def hold(self, version: Version, seconds: float) -> None:
+        """See ``front.EngineFront.hold``."""
+        with self._wake:
+            serving = None if self._swapping else self._state.version
+            if serving != version or self._poisoned is not None:
+                raise VersionMismatchError(f"hold of {version}: the engine serves {serving}")
+            until_s = self._clock() + seconds
+            self._state = dataclasses.replace(self._state, held_until_s=until_s)
+
+    def release(self) -> None:
+        """See ``front.EngineFront.release``."""
+        with self._wake:
+            self._state = dataclasses.replace(self._state, held_until_s=-np.inf)
+            self._wake.notify_all()
+
     def poison(self, reason: str) -> None:
         """See ``front.EngineFront.poison``."""
         with self._wake:
@@ -251,8 +267,10 @@ class Engine:
             self._finish(decision.finished, streamed=False)
             self._enter(decision.admitted)
             plan = self._complete(decision)
+            self._swapping = plan.swap is not None
         output = self._execute(plan) if not plan.empty else None
         with self._wake:
+            self._swapping = False
             if output is not None:
                 self._commit(plan, output, decision.admitted)
             self._settle_modes()

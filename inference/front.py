@@ -122,6 +122,15 @@ class EngineFront(Protocol):
         """``request_swap`` with a tree at hand."""
         ...
 
+    def hold(self, version: Version, seconds: float) -> None:
+        """Keep ``version`` serving for a series of pinned requests: no swap for ``seconds`` or until
+        ``release``; a second hold replaces the first. Raises VersionMismatchError if it does not serve."""
+        ...
+
+    def release(self) -> None:
+        """End a hold; without one nothing happens."""
+        ...
+
     def poison(self, reason: str) -> None:
         """Refuse everything, and fail what runs, until the next swap: the weights are incomplete."""
         ...

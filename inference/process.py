@@ -30,6 +30,7 @@ from jaxrl_sync.inference.engine_thread import EngineThread
 from jaxrl_sync.inference.errors import EngineError, RankDiedError
 from jaxrl_sync.inference.group import Follower, Leader
 from jaxrl_sync.inference.openai_api import OpenAIModel
+from jaxrl_sync.inference.request import PauseMode
 from jaxrl_sync.inference.runner import Runner, target_tree
 from jaxrl_sync.inference.server import EngineServer, ServerConfig
 from jaxrl_sync.inference.tokenizer import load_tokenizer
@@ -59,6 +60,7 @@ class Spec:
     subscriber: SubscriberConfig
     dtype: str
     swap_policy: SwapPolicy
+    auto_mode: PauseMode
     hub_url: str
     token_file: Path
     host: str
@@ -82,6 +84,7 @@ def run(
     *,
     dtype: str,
     swap_policy: SwapPolicy,
+    auto_mode: PauseMode = "keep",
     hub_url: str,
     token_file: Path,
     host: str = "127.0.0.1",
@@ -102,9 +105,8 @@ def run(
     Blocks; drains on ``stop``. Raises UserError for what a user can mend; a rank without peer ends itself.
     """
     spec = Spec(
-        engine, model, subscriber, dtype, swap_policy, hub_url, token_file, host, port, replica, coordinator,
-        tokenizer, tls,
-        metrics_open,
+        engine, model, subscriber, dtype, swap_policy, auto_mode, hub_url, token_file, host, port, replica,
+        coordinator, tokenizer, tls, metrics_open,
     )  # fmt: skip
     with _world(spec):
         mesh = Mesh(np.array(jax.devices()), ("tp",), axis_types=(AxisType.Auto,))
@@ -179,7 +181,14 @@ def _lead(
         stack.callback(engine.close)
         thread = stack.enter_context(EngineThread(engine, record))
         on_prepare = leader.prepare if leader else lambda: None
-        updater = Updater(engine, subscriber, spec.swap_policy, record=record, on_prepare=on_prepare)
+        updater = Updater(
+            engine,
+            subscriber,
+            spec.swap_policy,
+            record=record,
+            on_prepare=on_prepare,
+            auto_mode=spec.auto_mode,
+        )
         stack.callback(updater.close)
         server = _open_server(spec, engine, updater, subscriber, token, stack)
         updater.start()
@@ -190,6 +199,7 @@ def _lead(
                 "replica": spec.replica,
                 "slots": spec.config.slots,
                 "max_len": spec.config.max_len,
+                "moves_itself": spec.swap_policy == "auto",
             }
             lease = hub.register("engine", spec.name, 0, 1, info, spec.subscriber.ttl_s)
             announce(server.url)

@@ -5,7 +5,8 @@ No clock, no device, no I/O: the state is a frozen dataclass, the same state and
 
 1. events: submissions queue up, aborts and failures end groups, pause and resume set the mode;
 2. groups past their deadline end with what they have (``timeout``);
-3. a pending swap happens once no live group is pinned; at its deadline it is dropped;
+3. a pending swap happens once no live group is pinned and nobody holds the version; at its deadline it is
+   dropped;
 4. groups enter in order (pinned ones first while a swap waits for them), whole groups if they fit at all;
 5. running slots decode, unless the engine is paused.
 """
@@ -99,7 +100,7 @@ class State:
     """The scheduler's memory. Arrays are ``[slots]`` and never written after construction.
 
     uid, sample: who has the slot (FREE: nobody). length: its tokens, prompt included. steps: decode steps
-    so far.
+    so far. held_until_s: until then no swap happens (a client holds the version for a series of requests).
     """
 
     uid: np.ndarray
@@ -109,6 +110,7 @@ class State:
     waiting: tuple[Waiting, ...] = ()
     paused: PauseMode | None = None
     swap: Swap | None = None
+    held_until_s: float = -np.inf
     version: Version | None = None
     dispatches: int = 0
     steps: int = 0
@@ -117,6 +119,11 @@ class State:
     def running(self) -> int:
         """Slots in use."""
         return int(np.count_nonzero(self.uid != FREE))
+
+    @property
+    def pinned(self) -> bool:
+        """Whether a group that is not over may only be served by the version of this moment."""
+        return any(g.request.version is not None for g in self.groups.values())
 
     @property
     def standing(self) -> bool:
@@ -239,7 +246,7 @@ def _decide_swap(state: State, now: float) -> tuple[State, Version | None, Swap 
         return state, None, None
     if swap.deadline_s <= now:
         return dataclasses.replace(state, swap=None), None, swap
-    if any(g.request.version is not None for g in state.groups.values()):
+    if now < state.held_until_s or state.pinned:
         return state, None, None
     return dataclasses.replace(state, swap=None), swap.version, None
 

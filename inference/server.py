@@ -237,6 +237,15 @@ class _Calls:
         version, timeout_s, mode = _swap_request(await read_json(http), *limits_s)
         return json_response(await settled(self._swap(version, timeout_s, mode), timeout_s + ENGINE_GRACE_S))
 
+    async def hold(self, http: HttpRequest) -> Response:
+        version, seconds, _ = _swap_request(await read_json(http), 60.0, self._config.max_generate_s)
+        self._front.hold(version, seconds)
+        return json_response({"held": True})
+
+    async def release(self, http: HttpRequest) -> Response:
+        self._front.release()
+        return json_response({"held": False})
+
     async def stats(self, http: HttpRequest) -> Response:
         return json_response(self._stats())
 
@@ -307,6 +316,8 @@ def _application(calls: _Calls) -> Starlette:
         ("/pause", "POST", calls.pause),
         ("/resume", "POST", calls.resume),
         ("/swap", "POST", calls.swap),
+        ("/hold", "POST", calls.hold),
+        ("/release", "POST", calls.release),
         ("/stats", "GET", calls.stats),
         ("/metrics", "GET", calls.metrics),
         ("/health", "GET", calls.health),

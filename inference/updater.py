@@ -28,6 +28,7 @@ from jaxrl_sync.transfer.version import Version
 
 T = TypeVar("T")
 SwapPolicy = Literal["approved", "auto"]
+"""``approved``: a version is taken when somebody asks for it (push); ``auto``: when it is on offer (pull)."""
 FIRST_TIMEOUT_S = 3600.0
 AUTO_TIMEOUT_S = 60.0
 _POLL_S = 0.2
@@ -74,6 +75,8 @@ class Updater:
 
     ``on_prepare`` runs right before this rank prepares (the leader tells its followers). ``ready`` is set
     once the first version serves. ``error`` is what ended the thread, None while all is well.
+    ``auto_mode`` is the pause mode of versions that nobody asked for; who asks for one of them afterwards
+    gets its report.
     """
 
     def __init__(
@@ -84,8 +87,11 @@ class Updater:
         *,
         record: Record,
         on_prepare: Callable[[], None] = lambda: None,
+        auto_mode: PauseMode = "keep",
     ) -> None:
         self._engine, self._subscriber, self._policy = engine, subscriber, policy
+        self._auto_mode: PauseMode = auto_mode
+        self._unreported: dict[str, Any] | None = None
         self._record, self._on_prepare = record, on_prepare
         self._requests: queue.SimpleQueue[_Request | None]
         self._requests = queue.SimpleQueue()
@@ -159,7 +165,8 @@ class Updater:
         """Policy auto: take what is on offer, then answer those who asked for it."""
         if self._subscriber.poll(_POLL_S) is not None:
             try:
-                self._take(None, time.monotonic() + AUTO_TIMEOUT_S)
+                deadline = time.monotonic() + AUTO_TIMEOUT_S
+                self._unreported = self._take(None, deadline, self._auto_mode)
             except SwapTimeoutError as error:
                 log.warning("%s", error)
         while not self._requests.empty() and not self._closing.is_set():
@@ -169,7 +176,8 @@ class Updater:
         """Prepare and swap to ``wanted`` or later, None for whatever is on offer; the ``/swap`` answer."""
         serving = self._engine.version
         if wanted is not None and serving is not None and _serves(serving, wanted):
-            return _answer(SwapReport(serving, 0, 0.0), None)
+            told, self._unreported = self._unreported, None
+            return told or _answer(SwapReport(serving, 0, 0.0), None)
         update, prepared = self._prepared_update(wanted, deadline)
         self._held = (update, prepared)
         t0, began = time.time(), time.monotonic()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from jaxrl_sync.config.errors import ConfigError, MissingFileError
+from jaxrl_sync.config.modes import check_mode
 from jaxrl_sync.config.sections import RunConfig
 
 
@@ -14,6 +15,7 @@ def check(config: RunConfig) -> None:
     _check_model(config)
     _check_trainer_mesh(config)
     _check_engine_mesh(config)
+    check_mode(config)
     _check_loss(config)
     _check_lengths(config)
     _check_density(config)

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from jaxrl_sync.config import toml
 from jaxrl_sync.config.checks import check
 from jaxrl_sync.config.errors import ConfigError, MissingFileError
+from jaxrl_sync.config.modes import resolve
 from jaxrl_sync.config.sections import RunConfig
 
 
@@ -46,7 +47,7 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None) -> RunCon
 def validate(data: Mapping[str, Any], origin: str = "config") -> RunConfig:
     """The models for ``data``; keys, types and bounds checked, not yet the rules across sections."""
     try:
-        return RunConfig.model_validate(data)
+        return RunConfig.model_validate(resolve(data))
     except ValidationError as error:
         raise ConfigError(f"{origin}: {_one_line(error)}") from None
 

@@ -299,7 +299,6 @@ class EngineSection(RoleSection):
     """Named per-token arrays that are recorded beside the log-probs; they travel with the samples."""
     version_probe: bool = False
     """Weights carry a version stamp per layer, and every forward pass reports which stamps it used."""
-    swap_policy: Literal["approved", "auto"] = "approved"
     port: NonNegative = 0
 
 
@@ -394,8 +393,12 @@ class SparseTable(Section):
 
 
 class SyncSection(Section):
-    """How weights travel."""
+    """When engines take new weights, and how those travel; docs/modes.md."""
 
+    mode: Literal["sync", "one_step_off", "async"] = "async"
+    """Without it as ``loop.staleness_bound`` says: 0 is sync, more is async."""
+    initiator: Literal["push", "pull"] = "push"
+    """Who starts a round: the loop asks every engine (push), or engines take what they see (pull)."""
     transport: Literal["auto", "shm", "verbs", "tcp"] = "auto"
     payload: Literal["full", "sparse", "bitmap", "auto"] = "auto"
     """auto: what changed, where that takes less time than everything (never over shared memory)."""

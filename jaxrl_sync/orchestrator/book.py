@@ -81,6 +81,13 @@ class Book:
         """Samples that staleness still lets in on ``version``."""
         return self._room(version, self.outstanding)
 
+    def done_with(self, version: int) -> bool:
+        """Whether all that ``version`` may generate is generated and scored (the end of a turn)."""
+        if any(g.kind == "train" for g in self.open.values()):
+            return False
+        over = self.draining or (self.source.exhausted and not self.retries)
+        return over or self._within_bound(version, self.outstanding) <= 0
+
     @property
     def outstanding(self) -> int:
         """Training samples that will want a place in a batch: those of open groups and queued ones."""
@@ -323,7 +330,10 @@ class Book:
     def _room(self, version: int, outstanding: int) -> int:
         depth = self.config.pipeline_depth or self.config.steps
         ahead = depth * self.config.samples_per_step - outstanding
-        within_bound = admission.capacity(
+        return min(ahead, self._within_bound(version, outstanding))
+
+    def _within_bound(self, version: int, outstanding: int) -> int:
+        return admission.capacity(
             step=self.step,
             version=version,
             bound=self.config.staleness_bound,
@@ -331,7 +341,6 @@ class Book:
             outstanding=outstanding,
             last_step=self.config.steps,
         )
-        return min(ahead, within_bound)
 
     def _is_stale(self, version: Version, step: int | None = None) -> bool:
         return admission.staleness(step or self.step, version.number) > self.config.staleness_bound

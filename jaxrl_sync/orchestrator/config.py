@@ -51,6 +51,9 @@ class LoopConfig:
     staleness_bound: int
     prompts_per_step: int
     group_size: int
+    mode: Literal["sync", "one_step_off", "async"] = "async"
+    """``sync``: nothing is generated until every engine that serves holds the newest version;
+    ``one_step_off``: an engine is asked to swap once the batch of its version is complete."""
     seed: int = 0
     max_in_flight: int = 0
     """Permits, in samples, of training and evaluation together; 0: as many as the staleness bound can use."""
@@ -130,6 +133,7 @@ def loop_config(run: RunConfig) -> LoopConfig:
         steps=run.run.steps,
         seed=run.run.seed,
         staleness_bound=loop.staleness_bound,
+        mode=run.sync.mode,
         prompts_per_step=loop.prompts_per_step,
         group_size=loop.group_size,
         max_in_flight=loop.inflight_groups * loop.group_size,

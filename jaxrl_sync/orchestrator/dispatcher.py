@@ -127,7 +127,13 @@ class RolloutDispatcher:
             task.cancel()
         await self._settle(tasks)
 
+    def done_with(self, version: int) -> bool:
+        """Whether ``version`` has generated all that it may."""
+        return self._book.done_with(version)
+
     def _fill(self) -> None:
+        if self._config.mode == "sync" and not self._engines.at_one_version():
+            return
         while True:
             group = self._book.admit(self._engines.serving(), time.monotonic())
             if group is None:

@@ -54,6 +54,8 @@ class Engine:
     slots: int
     max_len: int
     incarnation: str = ""
+    moves_itself: bool = False
+    """It takes versions unasked, so it must be told to hold one that an evaluation is pinned to."""
     state: State = "joining"
     version: Version | None = None
     reserved: object | None = None
@@ -87,6 +89,10 @@ class EngineSet:
     def serving(self) -> list[EngineView]:
         """Engines that may take new groups."""
         return [EngineView(e.name, e.version, e.slots) for e in self if e.serves and e.version is not None]
+
+    def at_one_version(self) -> bool:
+        """Whether all that serve hold the same one; an engine whose last swap failed holds up nobody."""
+        return len({e.version for e in self if e.serves and not e.failures}) <= 1
 
     def update(
         self, infos: Mapping[str, Mapping[str, Any]], keep: Collection[str] = ()
@@ -126,7 +132,8 @@ def _identity(info: Mapping[str, Any]) -> tuple[str, str]:
 
 def _engine(name: str, info: Mapping[str, Any]) -> Engine:
     url, incarnation = _identity(info)
-    return Engine(name, url, int(info.get("slots", 1)), int(info.get("max_len", 1 << 30)), incarnation)
+    slots, max_len = int(info.get("slots", 1)), int(info.get("max_len", 1 << 30))
+    return Engine(name, url, slots, max_len, incarnation, bool(info.get("moves_itself", False)))
 
 
 class EngineClient:
@@ -153,6 +160,15 @@ class EngineClient:
         """
         body = {**dataclasses.asdict(version), "timeout_s": timeout_s, "mode": mode}
         return await self._post(self._admin, engine, "/swap", body, timeout_s + _GRACE_S)
+
+    async def hold(self, engine: Engine, version: Version, seconds: float, timeout_s: float) -> None:
+        """Keep ``version`` on an engine that takes versions by itself; refused (409) if it has moved on."""
+        body = {**dataclasses.asdict(version), "timeout_s": seconds}
+        await self._post(self._admin, engine, "/hold", body, timeout_s)
+
+    async def release(self, engine: Engine, timeout_s: float) -> None:
+        """End a hold."""
+        await self._post(self._admin, engine, "/release", {}, timeout_s)
 
     async def health(self, engine: Engine, timeout_s: float) -> dict[str, Any]:
         """``{"state", "version"}`` of the engine."""

@@ -1,13 +1,16 @@
 """EvalSink: one evaluation per trigger, each pinned to one version, while training goes on.
 
 An evaluation reserves engines that hold one version at least as new as its trigger; reserved engines are
-not swapped until it ends. Its groups share the permits of training and are never dropped as stale. Results
-keep their item number, so that a lost engine costs only the items it had.
+not swapped until it ends, and those that take versions by themselves are told to hold it. Its groups share
+the permits of training and are never dropped as stale. Results keep their item number, so that a lost engine
+costs only the items it had.
 """
 
 from __future__ import annotations
 
+import asyncio
 import collections
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +19,13 @@ from jaxrl_sync.batch.rollout import Episode, Reward
 from jaxrl_sync.orchestrator.book import Book
 from jaxrl_sync.orchestrator.config import LoopConfig
 from jaxrl_sync.orchestrator.dispatcher import RolloutDispatcher
-from jaxrl_sync.orchestrator.engines import Engine, EngineSet
+from jaxrl_sync.orchestrator.engines import (
+    Engine,
+    EngineClient,
+    EngineGoneError,
+    EngineRefusedError,
+    EngineSet,
+)
 from jaxrl_sync.orchestrator.errors import DeadlineError
 from jaxrl_sync.orchestrator.groups import EngineView, OpenGroup
 from jaxrl_sync.orchestrator.prompts import Prompts
@@ -26,6 +35,8 @@ from jaxrl_sync.transfer.version import Version
 
 _MAX_RESTARTS = 3
 _MAX_TRIES = 3
+_HOLD_S = 5.0
+_AGAIN_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,12 +96,15 @@ class EvalSink:
         scorer: Scorer,
         signal: Signal,
         prompts: Prompts,
+        client: EngineClient,
         on_result: Callable[[EvalResult], None],
         done: set[int] | None = None,
     ) -> None:
         self._config, self._book, self._engines = config, book, engines
         self._dispatcher, self._scorer, self._signal = dispatcher, scorer, signal
         self._prompts, self._items, self._on_result = prompts, prompts.eval_items, on_result
+        self._client = client
+        self._releases: set[asyncio.Task[None]] = set()
         self._triggers: collections.deque[int] = collections.deque()
         self._seen: set[int] = set(done or ())
         self._last_number: int | None = None
@@ -162,6 +176,15 @@ class EvalSink:
 
     async def _reserve(self, trigger: int) -> _Run:
         """Wait for engines that hold one version from ``trigger`` on, and keep them there."""
+        deadline = time.monotonic() + self._config.eval.timeout_s
+        while True:
+            run = await self._find(trigger)
+            await asyncio.gather(*(self._hold(run, e) for e in run.engines if e.moves_itself))
+            if run.engines or time.monotonic() > deadline:
+                return run
+            await asyncio.sleep(_AGAIN_S)  # until it is known what they moved on to
+
+    async def _find(self, trigger: int) -> _Run:
         found: list[Engine] = []
 
         def ready() -> bool:
@@ -182,6 +205,18 @@ class EvalSink:
         self._run = run
         return run
 
+    async def _hold(self, run: _Run, engine: Engine) -> None:
+        """An engine that has moved on meanwhile, or does not answer, plays no part in this evaluation."""
+        try:
+            await self._client.hold(engine, run.version, self._config.eval.timeout_s, _HOLD_S)
+        except (EngineGoneError, EngineRefusedError):
+            run.engines.remove(engine)
+            engine.reserved = None
+
+    async def _let_go(self, engine: Engine) -> None:
+        with contextlib.suppress(EngineGoneError, EngineRefusedError):  # its hold runs out by itself
+            await self._client.release(engine, _HOLD_S)
+
     def _candidates(self, trigger: int) -> list[Engine]:
         """Engines of the newest common version; a share of them, all of them when nothing else needs any."""
         able = [
@@ -193,7 +228,7 @@ class EvalSink:
             return []
         newest = max(e.version.number for e in able if e.version is not None)
         same = [e for e in able if e.version is not None and e.version.number == newest]
-        if self.draining or len(self._engines) == 1:
+        if self.draining or len(self._engines) == 1 or self._config.mode == "sync":
             return same
         return same[: max(1, int(self._config.eval.share * len(self._engines)))]
 
@@ -242,6 +277,10 @@ class EvalSink:
         for engine in run.engines:
             if engine.reserved is run:
                 engine.reserved = None
+            if engine.moves_itself and engine.state != "gone":
+                task = asyncio.create_task(self._let_go(engine))
+                self._releases.add(task)
+                task.add_done_callback(self._releases.discard)
         self._run = None
         self._signal.notify()
 

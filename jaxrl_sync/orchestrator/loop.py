@@ -121,6 +121,7 @@ class Loop:
             scorer,
             self.signal,
             self.prompts,
+            self._client,
             self._on_eval,
             done=evals_done(self.metrics.earlier),
         )

@@ -183,7 +183,11 @@ class WeightWatcher:
 
     def _wants_swap(self, engine: Engine) -> bool:
         target = self._swappable
-        return target is not None and engine.version != target and engine.reserved is None
+        if target is None or engine.version == target or engine.reserved is not None:
+            return False
+        if self._config.mode != "one_step_off" or engine.version is None or engine.state == "joining":
+            return True
+        return self._dispatcher.done_with(engine.version.number)
 
     async def _swap(self, engine: Engine) -> bool:
         target = self._swappable

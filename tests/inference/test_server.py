@@ -100,6 +100,8 @@ def generate_body(request_id: str, **sampling: Any) -> dict[str, Any]:
         ("POST", "/pause"),
         ("POST", "/resume"),
         ("POST", "/swap"),
+        ("POST", "/hold"),
+        ("POST", "/release"),
         ("GET", "/stats"),
         ("GET", "/v1/models"),
         ("POST", "/v1/completions"),
@@ -239,6 +241,15 @@ def test_stats_name_the_engine_and_take_extra_entries(http: httpx.Client) -> Non
         "state version running waiting slots steps tokens_generated decode_step_s_median mixed_version_steps"
     )
     assert set(wanted.split()) <= set(stats)
+
+
+def test_a_version_is_held_and_released(http: httpx.Client) -> None:
+    serving = http.get("/health").json()["version"]
+    assert http.post("/hold", json={**serving, "timeout_s": 30}).json() == {"held": True}
+    other = http.post("/hold", json={"lineage": "test", "number": 77})
+    assert other.status_code == 409 and other.json()["error"]["type"] == "VersionMismatchError"
+    assert http.post("/hold", json={"number": 1}).status_code == 400
+    assert http.post("/release").json() == http.post("/release").json() == {"held": False}
 
 
 def test_swap_answers_or_fails_by_its_deadline(http: httpx.Client) -> None:

@@ -114,6 +114,42 @@ def test_a_swap_waits_for_pinned_groups_and_pins_are_checked() -> None:
             engine.submit(ask("other", version=Version("another", 1)))
 
 
+@pytest.mark.invariant(56)
+def test_a_held_version_serves_until_it_is_released_or_the_hold_runs_out() -> None:
+    now = [0.0]
+    with make_engine(SMALL, clock=lambda: now[0]) as engine:
+        engine.hold(V0, 5.0)
+        swap = engine.install(engine_weights(1, tp_mesh()), V1)
+        engine.step()
+        assert generate(engine, ask("in between", version=V0))[0].samples[0].versions == (0,) * 6
+        assert not swap.done()
+        engine.release()
+        engine.step()
+        assert swap.result(0).version == V1
+        with pytest.raises(VersionMismatchError, match="hold of test:0: the engine serves test:1"):
+            engine.hold(V0, 5.0)
+        engine.hold(V1, 5.0)
+        again = engine.install(engine_weights(2, tp_mesh()), Version("test", 2))
+        engine.step()
+        assert not again.done()
+        now[0] = 6.0
+        engine.step()
+        assert again.done()
+
+
+def test_a_version_that_is_being_replaced_cannot_be_held() -> None:
+    with make_engine(SMALL) as engine:
+
+        def take() -> Any:
+            with pytest.raises(VersionMismatchError):
+                engine.hold(V0, 5.0)
+            return engine_weights(1, tp_mesh())
+
+        engine.request_swap(V1, take)
+        engine.step()
+        assert engine.version == V1
+
+
 def test_a_pin_that_a_swap_overtakes_is_refused_not_served() -> None:
     """Submitted while the step that swaps executes: the swap is decided, the label not yet moved."""
     with make_engine(SMALL) as engine:

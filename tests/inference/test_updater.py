@@ -100,9 +100,15 @@ class EngineDouble:
 
 
 class Rig:
-    def __init__(self, policy: SwapPolicy) -> None:
+    def __init__(self, policy: SwapPolicy, auto_mode: PauseMode = "keep") -> None:
         self.offers, self.engine, self.rows = Offers(), EngineDouble(), list[tuple[str, int | None]]()
-        self.updater = Updater(self.engine, self.offers, policy, record=self._record)  # type: ignore[arg-type]
+        self.updater = Updater(
+            self.engine,
+            self.offers,  # type: ignore[arg-type]
+            policy,
+            record=self._record,
+            auto_mode=auto_mode,
+        )
         self.updater.start()
 
     def _record(self, kind: str, t0: float, t1: float, *, version: int | None = None) -> None:
@@ -244,7 +250,21 @@ def test_policy_auto_takes_what_comes() -> None:
         while rig.engine.version != v(number):
             assert time.monotonic() < deadline
             time.sleep(0.01)
+    told = rig.updater.swap(v(2), 5).result(20)
+    assert told["number"] == 2 and told["pause_s"] == 0.25, "who asks first gets its report"
     assert rig.updater.swap(v(2), 5).result(20)["pause_s"] == 0.0
+    rig.updater.close()
+
+
+def test_policy_auto_swaps_in_the_pause_mode_that_it_is_given() -> None:
+    rig = Rig("auto", auto_mode="wait")
+    rig.first(0)
+    rig.offers.newest = v(1)
+    deadline = time.monotonic() + 20
+    while "resume" not in rig.engine.log:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert rig.engine.log == ["swap 0", "pause wait", "swap 1", "resume"]
     rig.updater.close()
 
 

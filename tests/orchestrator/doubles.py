@@ -47,6 +47,8 @@ class EngineBehaviour:
     hang: Callable[[dict[str, Any]], bool] = lambda body: False
     finish: Callable[[dict[str, Any], int], str] = lambda body, index: "stop"
     swap_status: int = 0
+    moves_itself: bool = False
+    """Takes every version it sees at the hub, unless one is held (``sync.initiator = "pull"``)."""
     extras: dict[str, Callable[[int], float | int]] = dataclasses.field(default_factory=dict)
     """Named per-token arrays of the answers, each a function of the token."""
 
@@ -64,6 +66,7 @@ class EngineDouble:
         self.log: list[tuple[float, str, Any]] = []
         self.pins: list[Version] = []
         self.swap_modes: list[str] = []
+        self.held: Version | None = None
         self._abort: dict[str, asyncio.Event] = {}
         self._sock = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._sock.getsockname()[1]}"
@@ -71,6 +74,8 @@ class EngineDouble:
             Route("/generate", self._generate, methods=["POST"]),
             Route("/abort", self._abort_call, methods=["POST"]),
             Route("/swap", self._swap, methods=["POST"]),
+            Route("/hold", self._hold, methods=["POST"]),
+            Route("/release", self._release, methods=["POST"]),
             Route("/health", self._health),
         ]
         config = uvicorn.Config(
@@ -81,13 +86,26 @@ class EngineDouble:
         self._thread.start()
         self._hub = HubClient(hub_url, token_file, timeout_s=2.0)
         info = {"url": self.url, "replica": 0, "slots": 16, "max_len": 64}
+        info["moves_itself"] = self.behaviour.moves_itself
         self._lease = self._hub.register("engine", name, info=info, ttl_s=1.0)
+        self._closing = threading.Event()
+        if self.behaviour.moves_itself:
+            threading.Thread(target=self._follow, daemon=True).start()
 
     def _serve(self) -> None:
         asyncio.run(self._server.serve(sockets=[self._sock]))
 
+    def _follow(self) -> None:
+        with contextlib.suppress(TransferError):
+            while not self._closing.is_set():
+                if self.held is None and (found := self._hub.wait_version(self.version, 0.5)) is not None:
+                    self.log.append((time.monotonic(), "took", found.version.number))
+                    self.version = found.version
+                time.sleep(0.01)
+
     def kill(self) -> None:
         """As SIGKILL: no answer, no farewell; the lease runs out by itself."""
+        self._closing.set()
         self._lease._closed.set()
         self._server.force_exit = self._server.should_exit = True
         self._thread.join(5.0)
@@ -95,6 +113,7 @@ class EngineDouble:
 
     def close(self) -> None:
         """End it in order."""
+        self._closing.set()
         self._hub.close()
         self._server.force_exit = self._server.should_exit = True
         self._thread.join(5.0)
@@ -185,11 +204,32 @@ class EngineDouble:
             return JSONResponse({"error": "injected"}, self.behaviour.swap_status)
         self.log.append((time.monotonic(), "swap", body["number"]))
         self.swap_modes.append(body["mode"])
+        if self.behaviour.moves_itself:
+            while self.version is None or self.version.number < body["number"]:
+                await asyncio.sleep(0.005)
+            return self._swapped()
         await asyncio.sleep(self.behaviour.swap_s)
         if body["mode"] == "abort":
             for aborted in self._abort.values():
                 aborted.set()
         self.version = Version(body["lineage"], body["number"])
+        return self._swapped()
+
+    async def _hold(self, request: Request) -> Response:
+        body = await request.json()
+        wanted = Version(body["lineage"], body["number"])
+        self.log.append((time.monotonic(), "hold", wanted.number))
+        if self.version != wanted:
+            return JSONResponse({"error": f"serves {self.version}"}, 409)
+        self.held = wanted
+        return JSONResponse({"held": True})
+
+    async def _release(self, request: Request) -> Response:
+        self.held = None
+        return JSONResponse({"held": False})
+
+    def _swapped(self) -> Response:
+        assert self.version is not None
         return JSONResponse(
             {
                 "lineage": self.version.lineage,
@@ -231,6 +271,7 @@ class TrainerDouble:
         token = auth.load_token(token_file)
         self.train_s, self.publish_every, self.lineage = train_s, publish_every, lineage
         self.frames: list[BatchFrame] = []
+        self.training: int | None = None
         self.freeze = threading.Event()
         self.die_at: int | None = None
         self.hub_stop = hub_stop or threading.Event()
@@ -267,9 +308,11 @@ class TrainerDouble:
             if frame.header.step == self.die_at:
                 self.receiver.close()
                 return
+            self.training = frame.header.step
             while self.freeze.is_set() and not self._stop.is_set():
                 time.sleep(0.01)
             time.sleep(self.train_s)
+            self.training = None
             self.frames.append(frame)
             try:
                 if frame.header.step % self.publish_every == 0 or frame.header.last:

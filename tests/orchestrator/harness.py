@@ -14,7 +14,7 @@ from jaxrl_sync.config.process import ProcessContext
 from jaxrl_sync.orchestrator.process import run
 from jaxrl_sync.transfer import auth
 
-from .doubles import EngineDouble, TrainerDouble, hub
+from .doubles import EngineBehaviour, EngineDouble, TrainerDouble, hub
 
 MODEL = {
     "vocab_size": 16,
@@ -48,7 +48,8 @@ def context(run_dir: Path, hub_url: str, **sections: Any) -> ProcessContext:
         "hub": {"ttl_s": 2.0},
     }
     for name, values in sections.items():
-        data[name] = {**data.get(name, {}), **values}
+        merged = {**data.get(name, {}), **values}
+        data[name] = {key: value for key, value in merged.items() if value is not None}
     return ProcessContext(
         role="orchestrator",
         name="orchestrator",
@@ -61,7 +62,7 @@ def context(run_dir: Path, hub_url: str, **sections: Any) -> ProcessContext:
 
 @contextlib.contextmanager
 def world(
-    run_dir: Path, *, engines: int = 2, **trainer: Any
+    run_dir: Path, *, engines: int = 2, moves_itself: bool = False, **trainer: Any
 ) -> Iterator[tuple[str, list[EngineDouble], TrainerDouble]]:
     """A hub, engine doubles and a trainer double."""
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -69,7 +70,10 @@ def world(
         auth.create_token(run_dir / "token")
     stop = threading.Event()
     with hub(run_dir / "token", stop) as url, contextlib.ExitStack() as stack:
-        doubles = [EngineDouble(f"engine-{i}", url, run_dir / "token") for i in range(engines)]
+        doubles = [
+            EngineDouble(f"engine-{i}", url, run_dir / "token", EngineBehaviour(moves_itself=moves_itself))
+            for i in range(engines)
+        ]
         for double in doubles:
             stack.callback(double.close)
         learner = TrainerDouble(url, run_dir / "token", hub_stop=stop, **trainer)
