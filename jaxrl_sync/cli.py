@@ -132,7 +132,9 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("run_dir", nargs="?", help="directory of the run; or give --hub and --token-file")
     status.add_argument("--hub", help="URL of the hub; with TLS its fragment says what to trust")
     status.add_argument("--token-file", help="the run token (default: RUN_DIR/token)")
-    status.add_argument("--watch", nargs="?", type=float, const=2.0, metavar="S", help="look again every S seconds")
+    status.add_argument(
+        "--watch", nargs="?", type=float, const=2.0, metavar="S", help="look again every S seconds"
+    )
     status.add_argument("--json", action="store_true", help="for programs; with --watch one line each time")
     gguf = commands.add_parser("import-gguf", help="make a checkpoint folder of a GGUF file (Llama, Qwen3)")
     gguf.add_argument("file")

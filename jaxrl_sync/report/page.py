@@ -26,7 +26,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[RunData], Figure | None], str], ...] =
     ("Weight sync", "Bytes and pause of every swap.", figures.sync_cost, "svg"),
     (
         "Rounds",
-        "Who took which version from whom and when (grey: on offer), how long decoding stood still for the swap, "
+        "Who took which version from whom and when (grey: on offer), how long decoding stood for a swap, "
         "and what the phases of an edge took.",
         rounds.rounds,
         "png",

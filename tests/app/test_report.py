@@ -17,7 +17,9 @@ from jaxrl_sync.launch.summary import describe_summary
 from jaxrl_sync.report import figures
 from jaxrl_sync.report.data import read_run
 from jaxrl_sync.report.page import SECTIONS, render
+from jaxrl_sync.report.rounds import rounds
 from jaxrl_sync.transfer.density import DensityMeter
+from jaxrl_sync.transfer.hub.trace import PHASES
 
 
 def step_row(step: int) -> dict[str, Any]:
@@ -35,6 +37,38 @@ def step_row(step: int) -> dict[str, Any]:
     }
 
 
+def round_rows() -> list[dict[str, Any]]:
+    """Two engines take a version, the second from the first; a third round was never begun."""
+    fixed: dict[str, Any] = {"kind": "round", "version": 1, "opened": 11.0, "repair": "none", "why": ""}
+    rounds = [
+        {
+            "engine": "engine-0",
+            "source": "publisher trainer",
+            "state": "committed",
+            "begun": 11.1,
+            "ended": 11.4,
+        },
+        {"engine": "engine-1", "source": "relay engine-0", "state": "failed", "begun": 11.2, "ended": 11.5},
+        {
+            "engine": "engine-1",
+            "source": "relay engine-0",
+            "state": "superseded",
+            "begun": None,
+            "ended": 11.6,
+        },
+    ]
+    seconds = {f"seconds_{phase}": 0.01 for phase in PHASES}
+    edge = {
+        "kind": "edge",
+        "version": 1,
+        "engine": "engine-0",
+        "transport": "shm",
+        "payload": "full",
+        **seconds,
+    }
+    return [*({**fixed, **row} for row in rounds), edge]
+
+
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     (tmp_path / "config.toml").write_text("[run]\nname = 'x <&> y'\n")
@@ -42,7 +76,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def fill(run_dir: Path) -> None:
-    rows = [step_row(1), step_row(2), {"kind": "eval", "version": 2, "accuracy": 0.5}]
+    rows = [step_row(1), step_row(2), {"kind": "eval", "version": 2, "accuracy": 0.5}, *round_rows()]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"kind": "st')
     (run_dir / "timeline").mkdir()
     spans = [
@@ -74,6 +108,7 @@ def test_the_page_has_every_section_with_a_picture_inside(run_dir: Path) -> None
     fill(run_dir)
     page = render(read_run(run_dir))
     assert re.findall(r"<h2>(\w+)", page) == ["Learning", "Staleness", "Timeline", "Mismatch", "Weight"] + [
+        "Rounds",
         "Density",
         "Processes",
         "Config",
@@ -126,3 +161,17 @@ def test_a_directory_that_is_not_a_run_is_one_line(
 ) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_picture_of_rounds_has_a_lane_per_engine_and_source(run_dir: Path) -> None:
+    fill(run_dir)
+    run = read_run(run_dir)
+    assert [row["state"] for row in run.rounds] == ["committed", "failed", "superseded"]
+    assert len(run.edges) == 1
+    figure = rounds(run)
+    assert figure is not None
+    lanes = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert lanes == ["trainer", "engine-0", "engine-1"]
+    assert figure.axes[0].get_legend() is not None
+    run.rounds[:] = [row for row in run.rounds if row["begun"] is None]
+    assert rounds(run) is None

@@ -1,0 +1,227 @@
+"""``jaxrl-sync status``: the fleet as tables or JSON, of a run or of a hub, once or again and again."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxrl_sync.cli import main
+from jaxrl_sync.launch import status as status_module
+from jaxrl_sync.launch.fleet import fleet_text, merge_edges
+from jaxrl_sync.launch.status import Looker, describe, show
+from jaxrl_sync.transfer import HubClient, Version, auth
+from tests.transfer.models import Rig, ServerThread, take, trainer_params, until
+
+V1, V3 = {"lineage": "abcdefabcdefabcdef", "number": 1}, {"lineage": "abcdefabcdefabcdef", "number": 3}
+FLEET: dict[str, Any] = {
+    "newest": {"policy": {"version": V3, "bytes": 2_500_000, "published_at": 90.0, "available": True}},
+    "pins": [{"model": "policy", "version": V1, "by": ["eval"]}],
+    "replicas": {
+        "policy": [
+            {
+                "holder": {"role": "publisher", "name": "trainer"},
+                "version": V3,
+                "state": "published",
+                "ranks": {"0": "published"},
+            },
+            {
+                "holder": {"role": "engine", "name": "e1"},
+                "version": V1,
+                "state": "published",
+                "ranks": {"0": "published"},
+                "reliable": False,
+                "site": "west",
+            },
+            {
+                "holder": {"role": "engine", "name": "e1"},
+                "version": V3,
+                "state": "replicating",
+                "ranks": {"0": "begun", "1": "offered"},
+                "source": {"role": "relay", "name": "e0"},
+                "prefix": {"0": [3, 16], "1": [1, 16]},
+                "readers": ["e2"],
+            },
+            {
+                "holder": {"role": "engine", "name": "e9"},
+                "version": {"lineage": "other", "number": 9},
+                "state": "published",
+                "ranks": {},
+            },
+        ]
+    },
+    "rounds": [
+        {
+            "id": "r-7",
+            "engine": "e1",
+            "version": V3,
+            "ranks": {"0": "begun"},
+            "source": {"role": "relay", "name": "e0"},
+        }
+    ],
+    "closed": [
+        {
+            "id": "r-6",
+            "engine": "e0",
+            "version": V3,
+            "source": {"role": "publisher", "name": "trainer"},
+            "state": "committed",
+            "repair": "none",
+            "why": "every rank installed it",
+        }
+    ],
+    "members": [
+        {"role": "publisher", "name": "trainer", "rank": 0, "size": 1, "info": {"address": "127.0.0.1:9"}}
+    ],
+    "leases": {"publisher trainer.0": 7.25},
+}
+
+
+def row_of(text: str, *words: str) -> list[str]:
+    """The one line of a text that starts with ``words``, as its words."""
+    (line,) = [x.split() for x in text.splitlines() if x.split()[: len(words)] == list(words)]
+    return line
+
+
+def test_the_fleet_as_tables() -> None:
+    text = fleet_text(FLEET, t=100.0)
+    assert row_of(text, "policy", "abcdefabcdef:3") == [
+        "policy",
+        "abcdefabcdef:3",
+        "2.500",
+        "10.0",
+        "yes",
+        "abcdefabcdef:1",
+        "eval",
+    ]
+    assert row_of(text, "policy", "publisher")[3:6] == ["abcdefabcdef:3", "0", "published"]
+    assert row_of(text, "policy", "engine", "e1", "abcdefabcdef:1")[4:] == [
+        "2",
+        "published",
+        "1",
+        "west",
+        "(spot)",
+    ]
+    replicating = row_of(text, "policy", "engine", "e1", "abcdefabcdef:3")
+    assert replicating[4:] == ["0", "replicating", "0:begun", "1:offered", "relay", "e0", "4/32", "-", "e2"]
+    assert row_of(text, "policy", "engine", "e9")[4] == "lineage"
+    assert row_of(text, "e0")[1:6] == ["abcdefabcdef:3", "publisher", "trainer", "committed", "none"]
+    assert row_of(text, "publisher", "trainer") == ["publisher", "trainer", "1/1", "7.2", "-", "127.0.0.1:9"]
+    assert fleet_text({}) == ""
+
+
+def test_only_the_last_edges_are_kept() -> None:
+    rows = [{"kind": "edge", "seq": n} for n in range(600)]
+    kept = merge_edges(rows[:10], [{"kind": "round"}, *rows[10:]])
+    assert len(kept) == 512 and kept[-1] == rows[-1]
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    auth.create_token(tmp_path / "token")
+    return tmp_path / "token"
+
+
+@pytest.fixture
+def hub(token_file: Path) -> Iterator[ServerThread]:
+    server = ServerThread(token_file)
+    yield server
+    server.close()
+
+
+def test_a_fleet_is_shown_by_its_hub(
+    hub: ServerThread, token_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = ["--hub", hub.url, "--token-file", str(token_file)]
+    assert main(["status", *place]) == 0
+    assert capsys.readouterr().out == "hub: nobody is registered\n"
+    with Rig(hub, token_file) as rig, HubClient(hub.url, token_file) as client:
+        params = trainer_params()
+        rig.publisher(params).publish(params, Version("a", 4))
+        take(rig.subscriber())
+        until(lambda: bool(client.status()["closed"]) and client.trace().rows[-1]["kind"] != "publish")
+        assert main(["status", *place]) == 0
+        text = capsys.readouterr().out
+        assert row_of(text, "policy", "engine", "engine-0")[3:6] == ["a:4", "0", "published"]
+        assert row_of(text, "engine-0", "a:4", "publisher")[4] == "committed"
+        assert main(["status", *place, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["hub"]["newest"]["policy"]["version"] == {"lineage": "a", "number": 4}
+        assert found["hub"]["leases"].keys() == {"publisher trainer.0", "subscriber engine-0.0"}
+
+
+def test_watching_goes_on_over_a_restart_of_the_hub(
+    token_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three looks: a hub, no answer, a hub that counts from 1 again."""
+    (tmp_path / "config.toml").write_text("")
+    (tmp_path / "proc").mkdir()
+    hubs = [ServerThread(token_file)]
+
+    def tell(url: str) -> None:
+        row = {"name": "hub", "pid": os.getpid(), "url": url}
+        (tmp_path / "proc" / "hub.json").write_text(json.dumps(row))
+
+    def beats(watch_s: float | None) -> Iterator[None]:
+        tell(hubs[0].url)
+        yield
+        hubs[0].close()
+        yield
+        hubs.append(ServerThread(token_file))
+        tell(hubs[1].url)
+        yield
+
+    monkeypatch.setattr(status_module, "_beats", beats)
+    monkeypatch.setattr(status_module, "ANSWER_S", 0.3)
+    out = io.StringIO()
+    with Looker(tmp_path, None, None) as looker:
+        show(looker, as_json=True, watch_s=0.1, out=out)
+        first, second, third = (json.loads(line) for line in out.getvalue().splitlines())
+        assert first["hub"]["epoch"] != third["hub"]["epoch"]
+        assert "does not answer" in second["hub"] and "does not answer" in describe(second)
+    hubs[1].close()
+
+
+def test_watching_ends_when_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    naps = itertools.count()
+
+    def nap(seconds: float) -> None:
+        if next(naps) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(status_module.time, "sleep", nap)
+    assert len(list(status_module._beats(0.5))) == 3
+    assert len(list(status_module._beats(None))) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "line"),
+    [
+        (["status"], 2, "needs RUN_DIR, or --hub with --token-file"),
+        (["status", "--hub", "http://127.0.0.1:1"], 2, "needs RUN_DIR, or --hub with --token-file"),
+        (["status", "/", "--watch", "0"], 2, "expected seconds above 0"),
+        (["status", "/"], 2, "is not a run directory"),
+    ],
+)
+def test_command_lines_that_can_not_be(
+    words: list[str], code: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == code
+    assert line in capsys.readouterr().err
+
+
+def test_a_hub_that_is_not_there_or_not_ours_is_one_line(
+    hub: ServerThread, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_module, "ANSWER_S", 0.3)
+    auth.create_token(tmp_path / "other")
+    assert main(["status", "--hub", hub.url, "--token-file", str(tmp_path / "other")]) == 4
+    assert capsys.readouterr().err.count("\n") == 1
+    assert main(["status", "--hub", "http://127.0.0.1:9", "--token-file", str(tmp_path / "other")]) == 4
+    assert "didn't answer" in capsys.readouterr().err
