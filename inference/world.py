@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 import jax
+
+from jaxrl_sync.transfer import wire
+
+log = logging.getLogger("jaxrl_sync.inference.world")
 
 
 def join_world(
@@ -11,14 +17,22 @@ def join_world(
     """Be rank ``rank`` of ``size``; blocks until all are there, then makes the first use of the backend.
 
     jax's preemption service stays off: it would take SIGTERM away from the handlers of this process, and
-    its farewell lands on stderr after the line that names why a rank has ended.
+    its farewell lands on stderr after the line that names why a rank has ended. Its coordinator asks nobody
+    for a token and would listen on every interface: where ranks meet on loopback, it listens there alone.
     """
     jax.config.update("jax_enable_preemption_service", False)
+    loopback = wire.is_loopback(coordinator.rpartition(":")[0].strip("[]"))
+    if rank == 0 and not loopback:
+        log.warning(
+            "JAX'S COORDINATOR AT %s LISTENS ON EVERY INTERFACE AND ASKS FOR NO TOKEN: trust that network",
+            coordinator,
+        )
     jax.distributed.initialize(
         coordinator,
         num_processes=size,
         process_id=rank,
         initialization_timeout=int(timeout_s),
+        coordinator_bind_address=coordinator if loopback else None,
         heartbeat_timeout_seconds=int(heartbeat_s),
         shutdown_timeout_seconds=int(shutdown_s),
     )
