@@ -1,9 +1,9 @@
 """`./dev bench sparsity sync`: whole synchronisations, sparse against full, over a link of a given rate.
 
-Publisher and subscriber stand in two network namespaces of their own, joined by a veth pair whose ends are
-throttled by a token bucket (tc-tbf(8)); needs root. 64 MiB of bfloat16 over tcp, resharded from rows to
-columns, one clipped-normal step per version, scaled so that about 1 % of the elements change. Rows go to
-``sync.jsonl``: medians over the versions after the first.
+Publisher and subscriber stand on two hosts in network namespaces of their own, joined by a cable whose ends
+are throttled by a token bucket (tc-tbf(8)); needs root or user namespaces. 64 MiB of bfloat16 over tcp,
+resharded from rows to columns, one clipped-normal step per version, scaled so that about 1 % of the elements
+change. Rows go to ``sync.jsonl``: medians over the versions after the first.
 """
 
 from __future__ import annotations
@@ -11,23 +11,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+from tests.faults.network import Host, throttled_pair, ways  # noqa: E402
+
 ROWS = HERE / "sync.jsonl"
 RATES = {"1 Gb/s": "1gbit", "10 Gb/s": "10gbit", "unthrottled": ""}
 PAYLOADS = (("full", "overwrite"), ("sparse", "overwrite"), ("sparse", "ulp"), ("auto", "overwrite"))
-NAMES = (f"jaxrlsync-{os.getpid()}-a", f"jaxrlsync-{os.getpid()}-b")  # nobody else's
-ADDRESSES = ("10.213.77.1", "10.213.77.2")
 TENSORS, STEP, LIMIT_S = 8, 3.6e-7, 300
 
 
@@ -37,15 +36,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--versions", type=int, default=7)
     parser.add_argument("--rates", nargs="*", default=list(RATES), choices=list(RATES))
     options = parser.parse_args(argv)
-    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
-        print("sync: needs root, ip and tc (Debian: iproute2); nothing was measured", file=sys.stderr)
+    if ways() is None:
+        print("sync: needs namespaces, ip and tc (Debian: iproute2); nothing was measured", file=sys.stderr)
         return 3
     good = True
     for rate in options.rates:
         medians: dict[str, float] = {}
-        with link(RATES[rate]), tempfile.TemporaryDirectory(prefix="jaxrl-sync-bench-") as folder:
+        with throttled_pair(RATES[rate]) as pair, tempfile.TemporaryDirectory() as folder:
             for payload, values in PAYLOADS:
-                row = measure(Path(folder), rate, payload, values, options.versions)
+                row = measure(Path(folder), pair, rate, payload, values, options.versions)
                 medians[f"{payload}/{values}"] = row["seconds"]
         full = medians["full/overwrite"]
         line = "  ".join(f"{name} {s * 1e3:.0f} ms ({full / s:.1f}x)" for name, s in medians.items())
@@ -55,39 +54,22 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if good else 1
 
 
-@contextlib.contextmanager
-def link(rate: str) -> Iterator[None]:
-    """Two namespaces and a veth pair between them; both are gone afterwards."""
-    try:
-        for name in NAMES:
-            _run("ip", "netns", "add", name)
-        _run("ip", "link", "add", "jsa", "netns", NAMES[0], "type", "veth", "peer", "jsb", "netns", NAMES[1])
-        for name, device, address in zip(NAMES, ("jsa", "jsb"), ADDRESSES, strict=True):
-            _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", device)
-            _run("ip", "-n", name, "link", "set", device, "up")
-            _run("ip", "-n", name, "link", "set", "lo", "up")
-            if rate:
-                bucket = ("tbf", "rate", rate, "burst", "1mb", "latency", "50ms")
-                _run("tc", "-n", name, "qdisc", "add", "dev", device, "root", *bucket)
-        yield
-    finally:
-        for name in NAMES:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
-
-
-def measure(folder: Path, rate: str, payload: str, values: str, versions: int) -> dict[str, Any]:
-    """Hub and publisher in one namespace, the subscriber in the other; ``versions`` after the first."""
+def measure(
+    folder: Path, pair: tuple[Host, Host], rate: str, payload: str, values: str, versions: int
+) -> dict[str, Any]:
+    """Hub and publisher on one host, the subscriber on the other; ``versions`` after the first."""
+    here, there = pair
     with contextlib.ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
         token = place / "token"
         _run(sys.executable, "-c", f"from jaxrl_sync.transfer.auth import *; create_token({str(token)!r})")
-        hub = _child(stack, NAMES[0], "-c", _HUB, str(token), ADDRESSES[0])
+        hub = _child(stack, here, "-c", _HUB, str(token), here.address)
         url = _line(hub)["url"]
         options = {"hub": url, "token": str(token), "payload": payload, "values": values}
-        options |= {"tensors": TENSORS, "step": STEP, "host": ADDRESSES[0]}
+        options |= {"tensors": TENSORS, "step": STEP, "host": here.address}
         child = str(HERE / "sync_child.py")
-        sender = _child(stack, NAMES[0], child, "publisher", json.dumps(options))
-        receiver = _child(stack, NAMES[1], child, "subscriber", json.dumps(options))
+        sender = _child(stack, here, child, "publisher", json.dumps(options))
+        receiver = _child(stack, there, child, "subscriber", json.dumps(options))
         _line(sender), _line(receiver)
         taken, sent = [], []
         for number in range(versions + 1):
@@ -124,8 +106,8 @@ run_hub(sys.argv[2], 0, Path(sys.argv[1]), stop=threading.Event(), announce=say,
 """
 
 
-def _child(stack: contextlib.ExitStack, namespace: str, *arguments: str) -> subprocess.Popen[str]:
-    command = ["ip", "netns", "exec", namespace, sys.executable, *arguments]
+def _child(stack: contextlib.ExitStack, host: Host, *arguments: str) -> subprocess.Popen[str]:
+    command = host.wrap([sys.executable, *arguments])
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
 

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.faults.proxy_client import ProxyClient
+from tests.faults.proxy_client import ROOT, ProxyClient
 
 CHOICE = "JAXRL_SYNC_FAULTS_NET"
 NETWORK = "10.213"
@@ -73,7 +73,7 @@ class Space:
     def wrap(self, command: Sequence[str]) -> list[str]:
         """The command as it runs in here; the process keeps its id, its pipes and its signals."""
         user = ["-U", "--preserve-credentials"] if self._entered else []
-        return ["nsenter", "-t", str(self.pid), *user, "-n", "-m", f"--wd={os.getcwd()}", *command]
+        return ["nsenter", "-t", str(self.pid), *user, "-n", "-m", f"--wd={ROOT}", *command]
 
     def run(self, *command: str) -> str:
         """Run a command in here to its end; its output. NetworkError with what it said."""

@@ -262,7 +262,8 @@ class Pipe:
     def __init__(
         self, passage: Passage, direction: Direction, source: socket.socket, target: socket.socket
     ) -> None:
-        self.passage, self.direction = passage, direction
+        self.passage = passage
+        self.direction: Direction = direction
         self.source, self.target = source, target
         self._queue: asyncio.Queue[tuple[float, bytes | None]] = asyncio.Queue()
         self._queued_bytes = 0
