@@ -315,3 +315,30 @@ def test_client_and_server_never_import_jax() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert out.stdout.strip() == "False"
+
+
+def test_an_answer_to_a_garbled_stream_is_none_and_the_call_is_sent_again(token_file: Path) -> None:
+    """A stream that was doubled on its way leaves the server's complaint where the next answer should be."""
+    body = b'{"epoch": "e", "run_id": "r", "members": []}'
+    answers = [
+        b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\ncontent-length: 3\r\n\r\nbad",
+        b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n%b" % (len(body), body),
+    ]
+    calls: list[bytes] = []
+
+    def serve(listener: socket.socket) -> None:
+        for answer in answers:
+            sock, _ = listener.accept()
+            with sock:
+                calls.append(sock.recv(65536))
+                sock.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=(listener,))
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with HubClient(url, token_file, timeout_s=10) as client:
+            assert client.members() == []
+        thread.join(10)
+    assert len(calls) == 2

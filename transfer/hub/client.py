@@ -40,6 +40,19 @@ class HubRefused(TransferError):
         self.code = code
 
 
+def _garbled(response: httpx.Response) -> bool:
+    """Whether this is what an HTTP server says of a broken stream, not what a hub says of a call.
+
+    The connection is of no further use; the call didn't arrive or its answer is lost: it is sent again.
+    """
+    return response.status_code == 400 and "json" not in response.headers.get("content-type", "")
+
+
+def _at_most(limit: httpx.Timeout, left_s: float) -> httpx.Timeout:
+    """The same limits, none of them longer than what is left."""
+    return httpx.Timeout(**{k: left_s if v is None else min(v, left_s) for k, v in limit.as_dict().items()})
+
+
 @dataclasses.dataclass(frozen=True)
 class Member:
     """A member as the hub lists it."""
@@ -127,13 +140,15 @@ class HubClient:
     ) -> httpx.Response:
         until = until or self._closed
         patience_s = min(self.timeout_s, within_s)
-        deadline = time.monotonic() + patience_s
+        start = time.monotonic()
+        deadline = start + patience_s
         attempt = 0
         while True:
             cause: Exception | None = None
+            left_s = max(0.1, start + within_s - time.monotonic())
             try:
-                response = self._http.request(method, path, timeout=limit, **kwargs)
-                if response.status_code < 500 and response.status_code != 429:
+                response = self._http.request(method, path, timeout=_at_most(limit, left_s), **kwargs)
+                if response.status_code < 500 and response.status_code != 429 and not _garbled(response):
                     return response
                 found = f"HTTP {response.status_code}: {response.text[:200]!r}"  # overloaded, or a proxy
             except httpx.TransportError as error:
