@@ -163,14 +163,21 @@ class Frame:
 
     def sections(self, expected: Sequence[tuple[int, int]]) -> list[Changes]:
         """Every section decoded. ``expected``: (elements, bytes per element) of each. FrameError."""
+        return [c for c in self.some_sections(expected, [True] * len(expected)) if c is not None]
+
+    def some_sections(
+        self, expected: Sequence[tuple[int, int]], wanted: Sequence[bool]
+    ) -> list[Changes | None]:
+        """The same, with None for those that aren't wanted: they aren't decoded."""
         found = [(s.elements, s.itemsize) for s in self.head.sections]
         if found != list(expected):
             raise FrameError(f"sections {found[:4]} of {len(found)}, expected {list(expected)[:4]}")
-        decoded, at = [], 0
-        for section in self.head.sections:
+        decoded, at = list[Changes | None](), 0
+        for section, want in zip(self.head.sections, wanted, strict=True):
             middle = at + section.position_bytes
             end = middle + section.value_bytes
-            decoded.append(_decode(section, self.body[at:middle], self.body[middle:end]))
+            body = self.body[at:middle], self.body[middle:end]
+            decoded.append(_decode(section, *body) if want else None)
             at = end
         return decoded
 
