@@ -1,4 +1,4 @@
-"""The subscriber's end of one link to a publisher process: opens it, takes versions into a slot."""
+"""The subscriber's end of one link to a publisher or relay: opens it, takes versions into a slot."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from typing import Any
 
 from jaxrl_sync.sharding import Edge, UserError
 from jaxrl_sync.transfer import auth, wire
+from jaxrl_sync.transfer.brought import Brought, moved_of, seconds_of
 from jaxrl_sync.transfer.codec.errors import WrongBase
 from jaxrl_sync.transfer.config import SubscriberConfig
 from jaxrl_sync.transfer.errors import DeadlineError, MismatchError, PeerLost, ProtocolError, TransferError
 from jaxrl_sync.transfer.hub.client import Member
 from jaxrl_sync.transfer.hub.state import version_json
 from jaxrl_sync.transfer.memory import SharedMemory
-from jaxrl_sync.transfer.outbound import keep_alive
+from jaxrl_sync.transfer.outbound import keep_alive, numbered
 from jaxrl_sync.transfer.payload.settings import FRAME
-from jaxrl_sync.transfer.payload.shadow import Applied, Shadow
+from jaxrl_sync.transfer.payload.shadow import Shadow
 from jaxrl_sync.transfer.placement import FULL, Terms
-from jaxrl_sync.transfer.receiving import Offer, Prepared
+from jaxrl_sync.transfer.progress import Progress
+from jaxrl_sync.transfer.receiving import Offer
 from jaxrl_sync.transfer.slots import Slot
-from jaxrl_sync.transfer.transports.base import Moved, remaining
-from jaxrl_sync.transfer.transports.shm import ShmReceiver
+from jaxrl_sync.transfer.transports.base import remaining
+from jaxrl_sync.transfer.transports.parts import Flow
+from jaxrl_sync.transfer.transports.shm import PIECES, ShmReceiver
 from jaxrl_sync.transfer.transports.tcp import TcpReceiver
 from jaxrl_sync.transfer.transports.verbs import VerbsReceiver, has_port
 from jaxrl_sync.transfer.verbs.errors import VerbsError
@@ -35,6 +38,11 @@ Digests = dict[str, tuple[int, int]]
 FRAME_FACTOR = 6
 FRAME_ROOM = 1 << 20
 """A frame is at most so many times the edge, and its head: 32-bit positions of elements of one byte."""
+
+RELAY_PARTS = 32
+"""A relay has what comes over shared memory told in so many parts, to hand them on."""
+
+LAST_WORDS_S = 0.2
 
 logger = logging.getLogger("jaxrl_sync.transfer")
 
@@ -54,17 +62,23 @@ class Opening:
     plan_digest: str
     edge: Edge
     shadow: Shadow
+    paths: list[str]
 
 
-@dataclasses.dataclass(frozen=True)
-class Brought:
-    """What the last round brought: the payload kind, bytes that travelled, and what a frame did."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Taking:
+    """One round on one rank: the slot to fill and the one that serves, what is in the slot already.
 
-    payload: str
-    nbytes: int
-    applied: Applied | None = None
-    apply_s: float = 0.0
-    moved: Moved = dataclasses.field(default_factory=dict)
+    ``segments`` are the names of all slots' memory.
+    """
+
+    offer: Offer
+    slot: Slot
+    serving: Slot | None
+    segments: list[str]
+    have: frozenset[str]
+    progress: Progress
+    deadline: float
 
 
 class Inbound:
@@ -83,6 +97,9 @@ class Inbound:
         self.shadow = opening.shadow
         self.brought = Brought(FULL, opening.edge.total_bytes)
         self.unconfirmed = False
+        self.touched = False
+        """Whether the last round may have written the slot."""
+        self._told: dict[str, float] = {}
         self._round_lock = threading.Lock()
         self._in_round = False
         self._config = config
@@ -96,6 +113,11 @@ class Inbound:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def resumes(self) -> bool:
+        """Whether it leaves out what is there already: chunks of verbs don't end where tensors do."""
+        return not isinstance(self._receiver, VerbsReceiver)
 
     @property
     def transport(self) -> str:
@@ -198,33 +220,22 @@ class Inbound:
             raise ProtocolError(f"{self.peer} answered {answer.get('kind')!r}, expected {expected!r}")
         return answer
 
-    def take(self, offer: Offer, slot: Slot, serving: Slot | None, live: list[str], deadline: float) -> None:
-        """Bring the edge of one version into ``slot``; ``verify`` and then ``end`` must follow.
+    def take(self, taking: Taking) -> None:
+        """Bring the edge of one version into the slot; ``verify`` and then ``end`` must follow.
 
-        A frame starts from what ``serving`` holds. ``unconfirmed`` is True while the sender may write the
-        slot. Gone, PeerLost, DeadlineError, ProtocolError; FrameError, WrongBase and WrongPlan ask for an
-        anchor next time.
+        A frame starts from what the serving slot holds. ``unconfirmed`` is True while the sender may write
+        the slot. Gone, PeerLost, DeadlineError, ProtocolError; FrameError, WrongBase and WrongPlan ask for
+        an anchor next time.
         """
+        offer, slot, serving, deadline = taking.offer, taking.slot, taking.serving, taking.deadline
         if not self._round_lock.acquire(timeout=remaining(deadline)):
             raise DeadlineError(f"the link to {self.peer} is busy")
-        self._in_round = True
-        self.unconfirmed = True
-        base = self.shadow.base(serving)
-        self._connection.send(
-            {
-                "kind": "ready",
-                "round": offer.round,
-                "version": version_json(offer.version),
-                "timeout_s": remaining(deadline),
-                "segments": live,
-                "base": version_json(base) if base is not None else None,
-                **self._receiver.ready(slot),
-            },
-            timeout_s=remaining(deadline),
-        )
+        self._in_round, self.touched, self.unconfirmed = True, True, True
+        base = self.shadow.base(serving) if not taking.have else None
+        self._connection.send(self._ready(taking, base), timeout_s=remaining(deadline))
         answer = self._next(offer, deadline)
         if answer.get("kind") == "refused":
-            self.unconfirmed = False
+            self.touched = self.unconfirmed = False
             raise Gone(f"{self.peer}: {answer.get('reason')}")
         self._expect(answer, "begin")
         if isinstance(self._receiver, TcpReceiver):
@@ -235,19 +246,64 @@ class Inbound:
             )
         data = None
         if answer.get("payload") == FRAME:
+            if base is None:
+                raise ProtocolError(f"{self.peer} sends a frame for {offer.version}, but no base was named")
             data = self._receive_frame(answer.get("bytes"), deadline)
         else:
             self.shadow.spoiled(slot)
-            self._receiver.receive(slot.views, deadline)
-        done = self._next(offer, deadline)
+            self._receive_full(taking)
+        done = self._parts(taking)
         self._expect(done, "done")
         if done.get("version") != version_json(offer.version):
             raise ProtocolError(f"{self.peer} sent version {done.get('version')}, expected {offer.version}")
         self.unconfirmed = False
-        moved = {**_moved(done.get("moved")), **self._receiver.moved}
-        self.brought = Brought(FULL, self.edge.total_bytes, moved=moved)
+        moved = {**moved_of(done.get("moved")), **({} if taking.have else self._receiver.moved)}
+        resumed = sum(c.total_bytes for c in self.edge.copies if c.target_path in taking.have)
+        self.brought = Brought(FULL, self.edge.total_bytes - resumed, moved=moved, resumed=resumed)
         if data is not None:
             self._apply(data, slot, serving, offer.version)
+
+    def _ready(self, taking: Taking, base: Version | None) -> dict[str, Any]:
+        numbers = {p: n for n, p in enumerate(self._opening.paths)}
+        return {
+            "kind": "ready",
+            "round": taking.offer.round,
+            "version": version_json(taking.offer.version),
+            "timeout_s": remaining(taking.deadline),
+            "segments": taking.segments,
+            "base": version_json(base) if base is not None else None,
+            "have": sorted(numbers[p] for p in taking.have),
+            "parts": RELAY_PARTS if self._config.relay else PIECES,
+            **self._receiver.ready(taking.slot),
+        }
+
+    def _receive_full(self, taking: Taking) -> None:
+        flow = Flow(taking.have, arrived=taking.progress.arrived)
+        try:
+            self._receiver.receive(taking.slot.views, taking.deadline, flow)
+        except PeerLost as error:
+            raise PeerLost(self._last_words() or str(error)) from error
+
+    def _last_words(self) -> str:
+        """Why the sender ended the round, where it still said so."""
+        try:
+            while self._connection.wait_readable(LAST_WORDS_S):
+                message, _ = self._connection.recv(LAST_WORDS_S)
+                if message.get("kind") == "failed":
+                    return f"{self.peer} gave up: {message.get('reason')}"
+        except TransferError:
+            pass
+        return ""
+
+    def _parts(self, taking: Taking) -> dict[str, Any]:
+        """The next word of the sender that isn't about parts that it has put in place."""
+        while True:
+            message = self._next(taking.offer, taking.deadline)
+            if message.get("kind") == "failed":
+                raise PeerLost(f"{self.peer} gave up: {message.get('reason')}")
+            if message.get("kind") != "part":
+                return message
+            taking.progress.arrived(numbered(message.get("paths"), self._opening.paths))
 
     def _receive_frame(self, nbytes: object, deadline: float) -> bytearray:
         """A frame of so many bytes; none needs more than positions and values of every element."""
@@ -274,9 +330,10 @@ class Inbound:
             raise
         self.brought = Brought(FRAME, len(data), applied, time.monotonic() - start)
 
-    def verify(self, offer: Offer, slot: Slot, deadline: float) -> None:
+    def verify(self, taking: Taking) -> None:
         """The state digest decides: what lies in the slot must be what the sender read. MismatchError."""
-        copies, brought = self.edge.copies, self.brought
+        offer, slot, deadline = taking.offer, taking.slot, taking.deadline
+        copies, brought, start = self.edge.copies, self.brought, time.monotonic()
         found: Digests | None = brought.applied.digests if brought.applied is not None else None
         if self._config.verify and found is None:
             found = self.shadow.recount(slot, self._config.threads)
@@ -293,11 +350,16 @@ class Inbound:
             self.shadow.filled(slot, offer.version, found)
         else:
             self.shadow.verified(slot, offer.version, found)
+        seconds = {**self._told, "verify": time.monotonic() - start}
+        self.brought = dataclasses.replace(self.brought, seconds=seconds)
 
     def sums(self, offer: Offer, deadline: float) -> Digests:
         """The sender's digests of what ``take`` brought: it computes them while we recount ours."""
         message = self._next(offer, deadline)
+        if message.get("kind") == "failed":
+            raise PeerLost(f"{self.peer} gave up: {message.get('reason')}")
         self._expect(message, "sums")
+        self._told = seconds_of(message.get("seconds"))
         digests = message.get("digests")
         if not isinstance(digests, dict) or not all(_is_pair(d) for d in digests.values()):
             raise ProtocolError(f"{self.peer} sent sums {str(digests)[:200]}, expected pairs by tensor")
@@ -374,34 +436,6 @@ class Inbound:
                 receiver.close()
         except (UserError, OSError, BufferError) as error:
             logger.warning("the edge from %s isn't wholly closed: %s", self.peer, error)
-
-
-def _moved(told: object) -> Moved:
-    """What the sender says that it did; nothing where it says nonsense."""
-    if not isinstance(told, dict) or len(told) > 8:
-        return {}
-    return {str(k)[:16]: v for k, v in told.items() if type(v) is int and v >= 0}
-
-
-def prepared_by(version: Version, links: list[Inbound], wire_s: float, verify_s: float) -> Prepared:
-    """The report of a round over these links, all of which brought their edge; ``prepare_s`` is 0."""
-    brought = [link.brought for link in links]
-    elements = [max(1, link.edge.total_bytes) for link in links]
-    shares = [1.0 if b.applied is None else b.applied.density for b in brought]
-    density = sum(s * n for s, n in zip(shares, elements, strict=True)) / max(1, sum(elements))
-    names = {c for b in brought if b.applied is not None for c in b.applied.codings}
-    return Prepared(
-        version,
-        sum(b.nbytes for b in brought),
-        wire_s,
-        verify_s,
-        0.0,
-        "+".join(sorted({link.transport for link in links})) or "none",
-        "+".join(sorted({b.payload for b in brought})) or FULL,
-        ", ".join(sorted(names)),
-        density,
-        {k: sum(b.moved.get(k, 0) for b in brought) for k in sorted({k for b in brought for k in b.moved})},
-    )
 
 
 def _is_pair(value: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -20,7 +21,8 @@ from jaxrl_sync.transfer.payload.chain import Encoded
 from jaxrl_sync.transfer.payload.chains import Use
 from jaxrl_sync.transfer.payload.settings import FRAME
 from jaxrl_sync.transfer.placement import ALL_PLACED, ALL_STAGED, FULL, Terms
-from jaxrl_sync.transfer.transports.base import Sender, Shards, remaining
+from jaxrl_sync.transfer.transports.base import Sender, remaining
+from jaxrl_sync.transfer.transports.parts import Flow, Paths
 from jaxrl_sync.transfer.transports.shm import ShmSender
 from jaxrl_sync.transfer.transports.tcp import TcpSender
 from jaxrl_sync.transfer.transports.verbs import VerbsSender
@@ -67,6 +69,7 @@ class Outbound:
         self._pairing: Pairing | None = None
         self._sender: Sender | None = None
         self._sent: dict[str, RankOutcome] = {}
+        self._queue_s = 0.0
         self._use_of_chain: Use | None = None
         self._thread = threading.Thread(target=self._run, name=f"link-{engine}.{rank}", daemon=True)
 
@@ -234,7 +237,7 @@ class Outbound:
         version, round_id = _version(ready), str(ready.get("round"))
         if self._sender is None or self._edge is None or self._pairing is None:
             raise ProtocolError(f"{self._connection.peer} is ready before the link is open")
-        queue_s = self._owner.since_published(version)
+        self._queue_s = self._owner.since_published(version)
         limit_s = ready.get("timeout_s")
         config = self._owner.config
         limit_s = limit_s if isinstance(limit_s, (int, float)) and math.isfinite(limit_s) else math.inf
@@ -245,9 +248,14 @@ class Outbound:
             return
         try:
             sent = self._send(ready, version, reading, deadline)
+        except TransferError as error:
+            reason = f"{type(error).__name__}: {error}"
+            with contextlib.suppress(TransferError):  # the link ends; who can still hear it is told why
+                self._connection.send({"kind": "failed", "round": round_id, "reason": reason}, timeout_s=0.5)
+            raise
         finally:
             reading.close()
-        sent = dataclasses.replace(sent, seconds={**sent.seconds, "queue": queue_s})
+        sent = dataclasses.replace(sent, seconds={**sent.seconds, "queue": self._queue_s})
         self._sent = {round_id: sent}
         self._owner.count_sent(sent.nbytes, sent.seconds["wire"], frame=sent.payload == FRAME)
 
@@ -256,28 +264,53 @@ class Outbound:
     ) -> RankOutcome:
         """A frame where the receiver's version is a base for one, else everything."""
         use = self._use_of_chain
-        encoded = use.frame(_base(ready), version, reading.shards) if use is not None else None
+        encoded = None
+        if use is not None and not reading.partial:
+            encoded = use.frame(_base(ready), version, reading.shards)
         if encoded is None:
-            return self._send_full(ready, version, reading.shards, deadline)
+            return self._send_full(ready, version, reading, deadline)
         return self._send_frame(ready, version, encoded, deadline)
 
+    def _flow(self, ready: dict[str, Any], reading: Reading, deadline: float) -> Flow:
+        """What the receiver has already, what may be read when, and whom to tell what is in place."""
+        assert self._pairing is not None
+        round_id, paths = ready.get("round"), sorted(self._pairing.target)
+        numbers = {p: n for n, p in enumerate(paths)}
+        flow = Flow(numbered(ready.get("have"), paths))
+        if reading.partial:
+            flow = dataclasses.replace(flow, gate=lambda part: reading.wait(part, deadline))
+        if "parts" not in ready:
+            return flow
+
+        def tell(part: Paths) -> None:
+            self._say({"kind": "part", "round": round_id, "paths": [numbers[p] for p in part]})
+
+        return dataclasses.replace(flow, arrived=tell)
+
     def _send_full(
-        self, ready: dict[str, Any], version: Version, sources: Shards, deadline: float
+        self, ready: dict[str, Any], version: Version, reading: Reading, deadline: float
     ) -> RankOutcome:
-        """Every element of the edge, then its sums; afterwards the version is a base for frames."""
+        """Every element of the edge that isn't there yet, then the sums of all.
+
+        Afterwards the version is a base for frames.
+        """
         assert self._sender is not None and self._edge is not None
-        round_id, config, nbytes = str(ready.get("round")), self._owner.config, self._edge.total_bytes
+        round_id, config, sources = str(ready.get("round")), self._owner.config, reading.shards
+        flow = self._flow(ready, reading, deadline)
+        nbytes = sum(c.total_bytes for c in self._edge.copies if c.target_path not in flow.have)
         self._say({"kind": "begin", "round": round_id, "payload": FULL})
         start = time.monotonic()
-        self._sender.send(ready, sources, deadline)
+        self._sender.send(ready, sources, deadline, flow)
         wire_s = time.monotonic() - start
         done = {"kind": "done", "round": round_id, "version": version_json(version)}
-        self._say({**done, "moved": self._sender.moved})
+        self._say({**done, "moved": {} if flow.have else self._sender.moved})
+        reading.confirm(deadline)
         digests = copies_digest(self._edge.copies, sources, "source", config.threads) if config.verify else {}
-        self._say({"kind": "sums", "round": round_id, "digests": digests})
+        seconds = {"wire": wire_s, "pack": self._sender.pack_s, "queue": self._queue_s}
+        self._say({"kind": "sums", "round": round_id, "digests": digests, "seconds": seconds})
         if self._use_of_chain is not None:
             self._use_of_chain.sent_full(version, sources, nbytes, wire_s, digests or None)
-        return RankOutcome("pending", "", self._sender.name, nbytes, {"wire": wire_s})
+        return RankOutcome("pending", "", self._sender.name, nbytes, seconds)
 
     def _send_frame(
         self, ready: dict[str, Any], version: Version, encoded: Encoded, deadline: float
@@ -295,9 +328,9 @@ class Outbound:
         wire_s = time.monotonic() - start
         self._say({"kind": "done", "round": round_id, "version": version_json(version)})
         digests = encoded.digests if self._owner.config.verify else {}
-        self._say({"kind": "sums", "round": round_id, "digests": digests})
+        seconds = {"wire": wire_s, "encode": encoded.encode_s, "queue": self._queue_s}
+        self._say({"kind": "sums", "round": round_id, "digests": digests, "seconds": seconds})
         self._use_of_chain.sent_frame(encoded, wire_s)
-        seconds = {"wire": wire_s, "encode": encoded.encode_s}
         name, density = self._sender.name, encoded.density
         return RankOutcome("pending", "", name, size, seconds, FRAME, encoded.coding, density)
 
@@ -343,3 +376,12 @@ def _seconds(message: dict[str, Any]) -> dict[str, float]:
     if not isinstance(found, dict):
         return {}
     return {str(k): float(v) for k, v in found.items() if isinstance(v, (int, float))}
+
+
+def numbered(numbers: object, paths: list[str]) -> frozenset[str]:
+    """Tensors by their numbers in the sorted list of all. ProtocolError for numbers that name none."""
+    if numbers is None:
+        return frozenset()
+    if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < len(paths) for n in numbers):
+        raise ProtocolError(f"tensors {str(numbers)[:200]}, expected numbers from 0 to {len(paths) - 1}")
+    return frozenset(paths[n] for n in numbers)

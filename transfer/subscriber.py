@@ -10,33 +10,39 @@ import concurrent.futures
 import dataclasses
 import logging
 import math
-import queue
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from jaxrl_sync.sharding.paths import leaves_by_path
 from jaxrl_sync.transfer import receiving
+from jaxrl_sync.transfer.brought import prepared_by
 from jaxrl_sync.transfer.clean import remove_stale
 from jaxrl_sync.transfer.config import SubscriberConfig
 from jaxrl_sync.transfer.errors import (
     DeadlineError,
+    MismatchError,
     PeerLost,
     ResourceError,
     TransferError,
 )
+from jaxrl_sync.transfer.holding import Holding
 from jaxrl_sync.transfer.hub.client import POLL_S, HubClient, HubRefused, Member
 from jaxrl_sync.transfer.hub.state import version_json
-from jaxrl_sync.transfer.inbound import Gone, Inbound, prepared_by
-from jaxrl_sync.transfer.links import Links, read_watch
-from jaxrl_sync.transfer.memory import SHM_DIR, PrivateMemory, SharedMemory
+from jaxrl_sync.transfer.inbound import Gone, Inbound, Taking
+from jaxrl_sync.transfer.links import Links, read_offer
 from jaxrl_sync.transfer.receiving import Offer, ReceiverState, SubscriberStats
 from jaxrl_sync.transfer.receiving import Prepared as Prepared
+from jaxrl_sync.transfer.relay import LEAVE_S, Relay
 from jaxrl_sync.transfer.slots import Slot, Target
+from jaxrl_sync.transfer.update import Update as Update
 from jaxrl_sync.transfer.version import Version
+from jaxrl_sync.transfer.watching import Watching
 
-RETRY_S = 0.5
 HUB_GRACE_S = 5.0  # a hub that is slow, or starts again, may take so much longer than a round's deadline
 SWAP_TELL_S = 0.5  # the report is small: a socket that doesn't take it at once belongs to a stuck peer
 BACKOFF_S = (0.05, 0.2, 0.5, 1.0, 2.0)
@@ -44,47 +50,11 @@ BACKOFF_S = (0.05, 0.2, 0.5, 1.0, 2.0)
 logger = logging.getLogger("jaxrl_sync.transfer")
 
 
-class Update:
-    """A version that this rank may take. Not thread-safe: one thread prepares and swaps."""
-
-    def __init__(self, subscriber: Subscriber, offer: Offer) -> None:
-        self._subscriber = subscriber
-        self._offer = offer
-        self.report: Prepared | None = None
-
-    @property
-    def version(self) -> Version:
-        """The version on offer; ``prepare`` may move on to a newer one that superseded it."""
-        return self._offer.version
-
-    def prepare(self, timeout_s: float | None = None) -> Prepared:
-        """Move the version into a free slot, check its digest; with several ranks, wait until all have.
-
-        Blocks up to ``timeout_s`` (the config's by default; 5 s more where the hub is away); decoding may
-        go on meanwhile. After an error the serving version is untouched and ``poll`` will offer again.
-        TransferError and its kinds.
-        """
-        if self.report is None:
-            self._offer, self.report = self._subscriber._prepare(self._offer, timeout_s)
-        return self.report
-
-    def swap(self) -> Any:
-        """Make the prepared version the serving one and return its tree of arrays (an assignment, no copy).
-
-        Call it when the outputs of the last step are ready: the slot that served is overwritten by a later
-        version. Reports to hub and publisher in the background.
-        """
-        return self._subscriber._swap(self._offer)
-
-    def discard(self, reason: str) -> None:
-        """Give the version up; the hub then offers another (or the same) one."""
-        self._subscriber._discard(self._offer, reason)
-
-
 class Subscriber:
     """Receives the versions of one engine rank. Owns slots, sockets, threads: ``close()`` or ``with``.
 
-    Arrays that ``swap`` returned stay valid after ``close``; their memory goes with them.
+    With ``config.relay`` it serves what it holds to other engines as well. Arrays that ``swap`` returned stay
+    valid after ``close``; their memory goes with them.
     """
 
     def __init__(
@@ -108,40 +78,45 @@ class Subscriber:
         self._state = ReceiverState(self.config.slots)
         self._changed = threading.Condition()
         self._stats = SubscriberStats()
+        self._report: Prepared | None = None
+        self._reading: list[Inbound] = []
         self._retry_at = 0.0
         self._failures = 0
         self._closed = threading.Event()
-        self._reports: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._relay: Relay | None = None
         self._pool = concurrent.futures.ThreadPoolExecutor(8, "edge")
         self._hub = HubClient(hub_url, token_file, self.config.hub_timeout_s)
-        self._slots: list[Slot] = []
-        self._links = Links(self._hub, self._target, convert, self.config, self._slots)
         try:
-            self._run_id = self._hub.run_id
-            remove_stale(self._run_id)  # what a killed predecessor left takes the room that we need
-            for _ in range(self.config.slots):
-                self._slots.append(Slot(self._target, self._memory()))
+            run_id = self._hub.run_id
+            remove_stale(run_id)  # what a killed predecessor left takes the room that we need
+            self._holding = Holding(self._target, self.config, run_id)
+            self._holding.allocate()
+            self._links = Links(self._hub, self._target, convert, self.config, self._slots)
+            if self.config.relay:
+                self._relay = Relay(self._hub, self._holding, self._target, self.config, on_lost)
+                self._links.on_conversion = self._relay.tell_conversion
             self._lease = self._hub.register(
                 "subscriber",
                 self.config.engine,
                 self.config.rank,
                 self.config.size,
-                {"model": self.config.model},
+                self._info(),
                 self.config.ttl_s,
                 on_lost=on_lost,
                 on_rejoin=self._links.rejoin,
-                installed=lambda: self._state.installed,
+                installed=lambda: self._state.told,
             )
             self._links.lease = self._lease
         except BaseException:
             self._free()
             raise
-        self._threads = [
-            threading.Thread(target=self._watch, name="subscriber-watch", daemon=True),
-            threading.Thread(target=self._report, name="subscriber-report", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._watching = Watching(self._lease, self._links, self._see, self._wake)
+        self._watching.start()
+
+    def _info(self) -> dict[str, Any]:
+        config = self.config
+        told = {"site": config.site, "reliable": config.reliable, "relay": config.relay}
+        return {"model": config.model, "slots": config.slots, **told}
 
     # What the engine calls.
 
@@ -149,6 +124,16 @@ class Subscriber:
     def installed(self) -> Version | None:
         """The version that serves, None before the first swap."""
         return self._state.installed
+
+    @property
+    def in_place(self) -> bool:
+        """Whether preparing the next version overwrites the memory that serves."""
+        return self.config.slots == 1 and self._state.serving is not None
+
+    @property
+    def poisoned(self) -> bool:
+        """Whether the serving memory holds no whole version: the engine must refuse to serve until a swap."""
+        return self._state.poisoned
 
     def poll(self, timeout_s: float = 0.0) -> Update | None:
         """The update that may be taken now, or None; waits up to ``timeout_s``. Costs no call to the hub.
@@ -182,37 +167,85 @@ class Subscriber:
         if self._closed.is_set():
             raise TransferError("the subscriber is closed")
 
-    def stats(self) -> dict[str, float]:
-        """Counters as a dictionary: see SubscriberStats."""
+    def rollback(self) -> Any:
+        """Have the version serve again that served before, and return its tree: its exact bits.
+
+        The version that served is not taken again; the next one is. Call it as ``Update.swap``, on every
+        rank of the engine. TransferError where that version's slot was reused.
+        """
         with self._changed:
-            return dataclasses.asdict(self._stats)
+            self._check_open()
+            self._state = receiving.rollback(self._state)
+            serving, version = self._state.serving, self._state.installed
+            self._stats.rollbacks += 1
+        assert serving is not None
+        logger.warning("rolled back to version %s", version)
+        self._watching.report(lambda: self._lease.update())
+        return self._slots[serving].tree()
+
+    def adopt(self, tree: Any, version: Version) -> Any:
+        """Serve weights that the engine has already, as ``version``; returns their tree in a slot.
+
+        For an engine that comes back with what it had. The tree has the target's paths, shapes, dtypes and
+        shardings. Before any other version is installed; MismatchError names what doesn't fit.
+        """
+        self._check_open()
+        shards = {}
+        for path, leaf in leaves_by_path(tree).items():
+            for shard in getattr(leaf, "addressable_shards", ()):
+                shards[shard.device.id, path] = np.asarray(shard.data)
+        with self._changed:
+            state = receiving.adopt(self._state, version)
+        slot = self._slots[0]
+        for key, view in slot.views.items():
+            found = shards.get(key)
+            if found is None or (found.shape, found.dtype) != (view.shape, view.dtype):
+                what = "nothing" if found is None else f"{found.dtype}{list(found.shape)}"
+                raise MismatchError(f"adopted {key[1]!r}: {what}, expected {view.dtype}{list(view.shape)}")
+        for key, view in slot.views.items():
+            np.copyto(view, shards[key])
+        slot.fill_devices()
+        self._holding.adopt(0, version)
+        self._links.holds(None, slot, version)
+        with self._changed:
+            self._state = state
+        self._lease.update()
+        return slot.tree()
+
+    def stats(self) -> dict[str, float]:
+        """Counters as a dictionary: see SubscriberStats and, of a relay, RelayStats."""
+        with self._changed:
+            counters = dataclasses.asdict(self._stats)
+        return {**counters, **(self._relay.stats() if self._relay is not None else {})}
 
     def request_anchor(self) -> None:
         """Take the next version in full, whatever payload the publisher prefers."""
         self._links.request_anchor()
 
-    def close(self) -> None:
-        """Leave the hub, close every link, free slots that nobody looks at. Idempotent."""
+    def close(self, drain_s: float = LEAVE_S) -> None:
+        """Leave the hub, close every link, free slots that nobody looks at. Idempotent.
+
+        A relay first refuses new readers and waits for those it has, ``drain_s`` at most.
+        """
         if self._closed.is_set():
             return
+        if self._relay is not None:
+            self._relay.close(drain_s)
         self._closed.set()
-        self._reports.put(None)
+        self._watching.stop()
         self._lease.close()
-        with self._changed:
-            self._changed.notify_all()
+        self._wake()
         self._links.close()
         self._free()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(3.0)
+        self._watching.join(3.0)
 
     def _free(self) -> None:
+        if self._relay is not None:
+            self._relay.close(0.0)
         self._hub.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
-        with self._changed:  # after the last slot that _replace makes
-            slots = list(self._slots)
-        for slot in slots:
-            slot.close()
+        if (holding := getattr(self, "_holding", None)) is not None:
+            holding.close()
 
     def __enter__(self) -> Subscriber:
         return self
@@ -220,60 +253,13 @@ class Subscriber:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Slots.
+    @property
+    def _slots(self) -> list[Slot]:
+        return self._holding.slots
 
-    def _memory(self) -> SharedMemory | PrivateMemory:
-        nbytes = self._target.slot.total_bytes
-        wanted = self.config.transport
-        if wanted in ("tcp", "verbs") or (wanted == "auto" and not SHM_DIR.is_dir()):
-            return PrivateMemory(nbytes)
-        return SharedMemory(self._run_id, nbytes)
+    # What the watching thread says.
 
-    def _replace(self, index: int) -> None:
-        """New memory for a quarantined slot: whoever still maps the old one writes into nothing."""
-        self._slots[index].close()
-        fresh = Slot(self._target, self._memory())
-        with self._changed:
-            if not self._closed.is_set():
-                self._slots[index] = fresh
-                self._stats.quarantined += 1
-                self._state = receiving.released(self._state, index)
-                return
-        fresh.close()  # close() ran meanwhile and saw only the old one
-
-    def _replace_quarantined(self) -> None:
-        with self._changed:
-            quarantined = sorted(self._state.quarantined)
-        for index in quarantined:
-            self._replace(index)
-
-    # The watching thread: publishers, links, offers.
-
-    def _watch(self) -> None:
-        known: dict[str, Any] = {"round": None, "publishers": None}
-        publishers: list[Member] = []
-        while not self._closed.is_set():
-            try:
-                limit_s = POLL_S if self._links.whole else RETRY_S
-                seen = read_watch(self._lease.call("/v1/watch", {**known, "timeout_s": limit_s}, limit_s))
-            except TransferError as error:
-                if self._closed.is_set() or self._lease.lost.is_set():
-                    break
-                logger.warning("watching the hub: %s", error)
-                self._closed.wait(RETRY_S)
-                known = {"round": None, "publishers": None}
-                continue
-            if seen is not None:
-                publishers = seen[0]
-                known = {
-                    "round": seen[1].round if seen[1] else None,
-                    "publishers": [p.incarnation for p in publishers],
-                }
-            self._links.update(publishers)
-            with self._changed:
-                self._changed.notify_all()
-            if seen is not None:
-                self._see(seen[1])
+    def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
@@ -281,37 +267,39 @@ class Subscriber:
         with self._changed:
             self._state = receiving.see(self._state, offer)
             self._changed.notify_all()
-        if offer is not None and self.config.size == 1 and offer.version == self._state.installed:
-            self._reports.put(lambda: self._advance(offer, "installed"))  # the hub had forgotten it
+        if offer is not None and self.config.size == 1 and offer.version == self._state.told:
+            self._watching.report(lambda: self._tell(offer, "installed"))  # the hub had forgotten it
 
-    # The reporting thread.
-
-    def _report(self) -> None:
-        while (report := self._reports.get()) is not None:
-            try:
-                report()
-            except TransferError as error:
-                if not self._closed.is_set():
-                    logger.warning("reporting to the hub: %s", error)
+    def _tell(self, offer: Offer, to: str, report: dict[str, Any] | None = None) -> None:
+        self._advance(offer, to, report=report)
 
     def _advance(
-        self, offer: Offer, to: str, timeout_s: float | None = None, deadline: float = math.inf
-    ) -> None:
+        self,
+        offer: Offer,
+        to: str,
+        timeout_s: float | None = None,
+        deadline: float = math.inf,
+        report: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
         body = {"round": offer.round, "to": to, "timeout_s": timeout_s or self.config.timeout_s}
+        if report is not None:
+            body["report"] = report
         within_s = max(0.0, deadline - time.monotonic()) + HUB_GRACE_S
-        self._lease.call("/v1/event/advance", body, within_s=within_s)
+        return self._lease.call("/v1/event/advance", body, within_s=within_s)
 
     # The engine's thread: prepare and swap.
 
-    def _prepare(self, offer: Offer, timeout_s: float | None) -> tuple[Offer, Prepared]:
+    def take(self, offer: Offer, timeout_s: float | None) -> tuple[Offer, Prepared]:
+        """See ``Update.prepare``."""
         start = time.monotonic()
         limit_s = self.config.timeout_s if timeout_s is None else timeout_s
         deadline = start + limit_s
         self._check_open()
         self._make_room()
+        self._reading = []
         while True:
             try:
-                self._advance(offer, "begun", limit_s, deadline)
+                offer, relays = self._begin_round(offer, limit_s, deadline)
             except HubRefused as error:
                 if error.code not in ("round_over", "unknown_round"):
                     raise
@@ -319,10 +307,10 @@ class Subscriber:
                 continue
             try:
                 with self._changed:
-                    self._state = receiving.begin(self._state, offer)
+                    self._state = receiving.begin(self._state, offer, self._holding.busy)
                     filling = self._state.filling
                 assert filling is not None
-                report = self._fill(offer, filling.slot, deadline)
+                report = self._fill(offer, relays, filling.slot, deadline)
                 self._wait_group(offer, deadline)
             except Gone as error:
                 logger.warning("%s; waiting up to %.1f s for another", error, deadline - time.monotonic())
@@ -338,17 +326,18 @@ class Subscriber:
                     raise TransferError(f"the subscriber was closed during {offer.version}") from error
                 raise
             break
-        prepare_s = time.monotonic() - start
+        report = dataclasses.replace(report, prepare_s=time.monotonic() - start)
         with self._changed:
             self._state = receiving.prepared(self._state)
             self._failures = 0
-            self._stats.prepared += 1
-            self._stats.frames += "frame" in report.payload
-            self._stats.bytes_received += report.nbytes
-            self._stats.wire_s += report.wire_s
-            self._stats.verify_s += report.verify_s
-            self._stats.prepare_s += prepare_s
-        return offer, dataclasses.replace(report, version=offer.version, prepare_s=prepare_s)
+            self._report = report
+            self._stats.count(report)
+        return offer, report
+
+    def _begin_round(self, offer: Offer, limit_s: float, deadline: float) -> tuple[Offer, list[Member]]:
+        """Tell the hub; the source that its answer names is the one that counts."""
+        answer = self._advance(offer, "begun", limit_s, deadline)
+        return read_offer(answer["offer"]) if answer.get("offer") else (offer, [])
 
     def _make_room(self) -> None:
         """Replace the slots that found no room when their round failed; the serving one isn't touched."""
@@ -359,12 +348,21 @@ class Subscriber:
                 self._retry_at = time.monotonic() + BACKOFF_S[-1]
             raise TransferError(f"no slot to prepare in: {full}") from full
 
+    def _replace_quarantined(self) -> None:
+        with self._changed:
+            quarantined = sorted(self._state.quarantined)
+        for index in quarantined:
+            kept = self._holding.replace(index)
+            with self._changed:
+                self._stats.quarantined += 1
+                self._state = receiving.released(self._state, index, kept)
+
     def _other(self, offer: Offer, deadline: float, cause: TransferError) -> Offer:
         """The offer that took the place of ``offer``; the cause when none comes in time.
 
         Of a version that its publisher no longer has, no new round will do.
         """
-        useless = offer.version if isinstance(cause, Gone) else None
+        useless = offer.version if isinstance(cause, Gone) and offer.role == "publisher" else None
         with self._changed:
             while True:
                 found = receiving.wanted(self._state)
@@ -376,36 +374,46 @@ class Subscriber:
                     raise cause
                 self._changed.wait(min(left, 1.0))
 
-    def _fill(self, offer: Offer, index: int | None, deadline: float) -> Prepared:
+    def _fill(self, offer: Offer, relays: list[Member], index: int | None, deadline: float) -> Prepared:
         """Take every edge into slot ``index`` and check it; ``prepare_s`` is left for the caller."""
         if index is None:
             return Prepared(offer.version, 0, 0.0, 0.0, 0.0, "none")
-        start = time.monotonic()
-        slot = self._slots[index]
-        links = self._links.of(offer)
-        self._links.write_constants(slot)
+        have = self._holding.prefix(index, offer.version)
+        self._links.reach(offer, relays)
+        self._reading = links = self._links.of(offer)
+        for link in links:
+            link.touched = False
+        if not all(link.resumes for link in links):
+            have = frozenset()
+        self._holding.begin(index, offer.version, self._links.edges_of(offer), have)
+        start, slot = time.monotonic(), self._slots[index]
+        self._links.write_constants(offer, slot)
         self._links.forget_slots({s.generation for s in self._slots})
+        self._links.begins(offer, slot)
+        with self._changed:
+            serving = None if self._state.serving is None else self._slots[self._state.serving]
+        segments, progress = [s.memory.name for s in self._slots], self._holding.progress(index)
+        taking = Taking(offer, slot, serving, segments, have, progress, deadline)
         try:
-            self._take_all(links, offer, slot, deadline)
+            self._take_all(links, taking)
             wire_s = time.monotonic() - start
             for link in links:
-                link.verify(offer, slot, deadline)
+                link.verify(taking)
         finally:
             for link in links:
                 link.end()
+        self._holding.verified(index)
+        self._links.holds(offer, slot, offer.version)
         slot.fill_devices()
         verify_s = time.monotonic() - start - wire_s
-        return prepared_by(offer.version, links, wire_s, verify_s)
+        return prepared_by(offer, links, wire_s, verify_s)
 
-    def _take_all(self, links: list[Inbound], offer: Offer, slot: Slot, deadline: float) -> None:
+    def _take_all(self, links: list[Inbound], taking: Taking) -> None:
         """All edges side by side; waits for every one of them, then raises the first error."""
-        live = [s.memory.name for s in self._slots]
-        with self._changed:
-            serving = None if self._state.serving is None else self._slots[self._state.serving]
-        takes = [self._pool.submit(link.take, offer, slot, serving, live, deadline) for link in links[1:]]
+        takes = [self._pool.submit(link.take, taking) for link in links[1:]]
         try:
             if links:
-                links[0].take(offer, slot, serving, live, deadline)
+                links[0].take(taking)
         finally:
             concurrent.futures.wait(takes)
         for take in takes:
@@ -429,9 +437,16 @@ class Subscriber:
 
     def _give_up(self, offer: Offer, error: BaseException) -> None:
         """End the round on our side. A sender that didn't confirm is cut off, its slot gets new memory."""
+        touched = any(link.touched for link in self._reading)
         unconfirmed = self._links.cut_unconfirmed()
         with self._changed:
-            self._state = receiving.fail(self._state, unconfirmed=unconfirmed)
+            filling = self._state.filling
+        kept = False
+        if filling is not None and filling.slot is not None:
+            keep = not isinstance(error, MismatchError)
+            kept = self._holding.give_up(filling.slot, offer.version, keep)
+        with self._changed:
+            self._state = receiving.fail(self._state, unconfirmed, touched or unconfirmed, kept)
             self._stats.failed += 1
         self._tell_failed(offer, f"{type(error).__name__}: {error}")
         try:
@@ -448,9 +463,10 @@ class Subscriber:
                 link.tell(message, self.config.handshake_timeout_s)
             self._lease.call("/v1/event/fail", {"round": offer.round, "reason": reason})
 
-        self._reports.put(report)
+        self._watching.report(report)
 
-    def _discard(self, offer: Offer, reason: str) -> None:
+    def discard(self, offer: Offer, reason: str) -> None:
+        """See ``Update.discard``."""
         with self._changed:
             filling = self._state.filling
             if filling is None or filling.offer != offer:
@@ -458,27 +474,27 @@ class Subscriber:
             self._state = receiving.drop(self._state)
         self._tell_failed(offer, reason)
 
-    def _swap(self, offer: Offer) -> Any:
+    def install(self, offer: Offer) -> Any:
+        """See ``Update.swap``."""
         start = time.monotonic()
         with self._changed:
             self._check_open()
             self._state = receiving.swap(self._state, offer)
-            serving = self._state.serving
+            serving, report = self._state.serving, self._report
             self._stats.installed += 1
         assert serving is not None
         tree = self._slots[serving].tree()
-        swap_s = time.monotonic() - start
+        seconds = {**(report.seconds if report is not None else {}), "swap": time.monotonic() - start}
+        seconds.pop("wire", None)  # the sender's own count
         message = {
             "kind": "installed",
             "round": offer.round,
             "version": version_json(offer.version),
-            "seconds": {"swap": swap_s, "apply": self._links.apply_s},
+            "seconds": seconds,
         }
-
-        def report() -> None:
-            self._advance(offer, "installed")
-
         for link in self._links.all:
             link.tell(message, SWAP_TELL_S)
-        self._reports.put(report)
+        edges = list(report.edges) if report is not None else []
+        told = {"edges": edges, "seconds": {"swap": seconds["swap"]}}
+        self._watching.report(lambda: self._tell(offer, "installed", told))
         return tree

@@ -42,8 +42,9 @@ class Rig:
         transport: Any = "auto",
         convert: Any = None,
         payload: PayloadSettings = FULL,
+        **options: Any,
     ) -> Publisher:
-        config = PublisherConfig(transport=transport, chunk_bytes=4096, ttl_s=2.0, payload=payload)
+        config = PublisherConfig(transport=transport, chunk_bytes=4096, ttl_s=2.0, payload=payload, **options)
         made = Publisher(self._hub.url, source, token_file=self._token_file, config=config, convert=convert)
         self._open.append(made)
         return made
@@ -55,8 +56,9 @@ class Rig:
         target: Any = None,
         convert: Any = None,
         first: int = 4,
+        **options: Any,
     ) -> Subscriber:
-        config = SubscriberConfig(engine=engine, transport=transport, ttl_s=2.0)
+        config = SubscriberConfig(**{"engine": engine, "transport": transport, "ttl_s": 2.0, **options})
         return Subscriber(
             self._hub.url,
             engine_target(first) if target is None else target,

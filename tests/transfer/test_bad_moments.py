@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrl_sync.sharding.presets import qwen3
-from jaxrl_sync.transfer import Subscriber, SubscriberConfig, Version, wire
+from jaxrl_sync.transfer import Subscriber, SubscriberConfig, Version, holding, wire
 from jaxrl_sync.transfer import subscriber as subscriber_module
 from jaxrl_sync.transfer.errors import (
     DeadlineError,
@@ -171,7 +171,7 @@ def test_close_during_prepare_ends_it_and_leaves_no_segment(
     publisher, subscriber = rig.publisher(params, transport), rig.subscriber(transport=transport)
     sending, go_on = threading.Event(), threading.Event()
 
-    def send(self: Any, ready: Any, sources: Any, deadline: float) -> None:
+    def send(self: Any, ready: Any, sources: Any, deadline: float, *flow: Any) -> None:
         sending.set()
         go_on.wait(10)
         raise PeerLost("woken up too late")
@@ -270,14 +270,14 @@ def test_a_slot_that_finds_no_room_again_is_named_and_comes_back(
     _, serving = take(subscriber)
     real_send, real_memory = ShmSender.send, SharedMemory
 
-    def silent(self: Any, ready: Any, sources: Any, deadline: float) -> None:
+    def silent(self: Any, ready: Any, sources: Any, deadline: float, *flow: Any) -> None:
         time.sleep(1.0)
 
     def full(run_id: str, nbytes: int) -> SharedMemory:
         raise ResourceError("/dev/shm is too small")
 
     monkeypatch.setattr(ShmSender, "send", silent)
-    monkeypatch.setattr(subscriber_module, "SharedMemory", full)
+    monkeypatch.setattr(holding, "SharedMemory", full)
     publisher.publish(params, Version("a", 1))
     update = subscriber.poll(10)
     assert update is not None
@@ -289,7 +289,7 @@ def test_a_slot_that_finds_no_room_again_is_named_and_comes_back(
     with pytest.raises(TransferError, match="no slot to prepare in: /dev/shm is too small"):
         update.prepare()
     assert subscriber.installed == Version("a", 0) and same_bits(serving, convert(params))
-    monkeypatch.setattr(subscriber_module, "SharedMemory", real_memory)
+    monkeypatch.setattr(holding, "SharedMemory", real_memory)
     assert take(subscriber)[0] == Version("a", 1)
     assert len(segments(token_file)) == 2
 
@@ -305,9 +305,9 @@ def test_a_link_that_is_replaced_before_it_is_cut_still_costs_the_slot_its_memor
     take(subscriber)
     go_on, real_send = threading.Event(), ShmSender.send
 
-    def stuck(self: Any, ready: Any, sources: Any, deadline: float) -> None:
+    def stuck(self: Any, ready: Any, sources: Any, deadline: float, *flow: Any) -> None:
         go_on.wait(10)
-        real_send(self, ready, sources, deadline + 60)  # as one does that was stopped after its last look
+        real_send(self, ready, sources, deadline + 60, *flow)  # as if stopped after its last look
 
     links = subscriber._links
     real_cut = links.cut_unconfirmed
@@ -343,7 +343,7 @@ def test_an_edge_that_a_device_does_not_give_up_is_ended_all_the_same(
     def refuse(self: Any) -> None:
         raise VerbsError(16, "ibv_destroy_qp: Device or resource busy")
 
-    def silent(self: Any, ready: Any, sources: Any, deadline: float) -> None:
+    def silent(self: Any, ready: Any, sources: Any, deadline: float, *flow: Any) -> None:
         time.sleep(1.0)
 
     params = trainer_params()

@@ -228,8 +228,8 @@ def flip_on_the_wire(monkeypatch: pytest.MonkeyPatch, corrupt: threading.Event) 
     """One bit arrives otherwise than it was sent."""
     real = tcp.TcpReceiver.receive
 
-    def receive(self: tcp.TcpReceiver, views: Any, deadline: float) -> None:
-        real(self, views, deadline)
+    def receive(self: tcp.TcpReceiver, views: Any, deadline: float, *flow: Any) -> None:
+        real(self, views, deadline, *flow)
         if corrupt.is_set():
             view = next(v for v in views.values() if v.size > 4)
             view.reshape(-1).view("uint8")[3] ^= 1
@@ -296,11 +296,11 @@ def test_a_sender_that_wakes_up_after_its_round_expired_changes_no_bit(
     kind: Any = ShmSender if transport == "shm" else TcpSender
     real, asleep, wake, woken = kind.send, threading.Event(), threading.Event(), threading.Event()
 
-    def send(self: Any, ready: Any, sources: Any, deadline: float) -> None:
+    def send(self: Any, ready: Any, sources: Any, deadline: float, *flow: Any) -> None:
         asleep.set()
         wake.wait(20)
         try:
-            real(self, ready, sources, deadline)
+            real(self, ready, sources, deadline, *flow)
         finally:
             woken.set()
 
@@ -351,10 +351,10 @@ def test_buffers_stay_until_the_transfer_that_reads_them_has_ended(
     publisher, subscriber = rig.publisher(params), rig.subscriber()
     real = ShmSender.send
 
-    def send(self: Any, ready: Any, sources: Any, deadline: float) -> None:
+    def send(self: Any, ready: Any, sources: Any, deadline: float, *flow: Any) -> None:
         if publisher.stats()["published"] == 1:
             publisher.publish(later, Version("a", 1))  # supersedes what is being sent
-        real(self, ready, sources, deadline)
+        real(self, ready, sources, deadline, *flow)
 
     monkeypatch.setattr(ShmSender, "send", send)
     publisher.publish(params, Version("a", 0))

@@ -113,6 +113,10 @@ class Shadow:
         """The content of ``slot`` isn't known any more."""
         self._content.pop(slot.generation, None)
 
+    def holds(self, slot: SlotLike, version: Version) -> None:
+        """``slot`` holds a verified version that came another way: a frame may start from it."""
+        self._content[slot.generation] = version
+
     def forget(self, live: set[int]) -> None:
         """Slots whose memory was given up hold nothing."""
         self._content = {k: v for k, v in self._content.items() if k in live}

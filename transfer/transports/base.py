@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxrl_sync.sharding.native import kernels
+from jaxrl_sync.transfer.transports.parts import WHOLE, Flow
 
 Shards = Mapping[tuple[int, str], npt.NDArray[np.generic]]
 """(device, path) -> one shard; `transports.pinned.Pinned` where shards stay in place between rounds."""
@@ -35,11 +36,14 @@ class Sender(Protocol):
 
     name: str
     moved: Moved
+    pack_s: float
+    """Seconds of the last send that went into packing chunks, of all lanes together."""
 
-    def send(self, ready: dict[str, Any], sources: Shards, deadline: float) -> None:
+    def send(self, ready: dict[str, Any], sources: Shards, deadline: float, flow: Flow = WHOLE) -> None:
         """Move the edge's bytes from ``sources`` to where ``ready`` says; blocks until ours is done.
 
-        ``deadline`` is on the monotonic clock. PeerLost, DeadlineError, TransferError.
+        ``flow`` says what may be read when. ``deadline`` is on the monotonic clock. PeerLost, DeadlineError,
+        TransferError.
         """
 
     def close(self) -> None:
@@ -56,7 +60,7 @@ class Receiver(Protocol):
         """What the sender must know to write this slot."""
         ...
 
-    def receive(self, views: Shards, deadline: float) -> None:
+    def receive(self, views: Shards, deadline: float, flow: Flow = WHOLE) -> None:
         """Take in the edge's bytes (nothing to do where the sender writes the slot itself)."""
 
     def close(self) -> None:

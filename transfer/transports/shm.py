@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
-from jaxrl_sync.sharding import Copy, CopyTable, Edge, SlotLayout
+from jaxrl_sync.sharding import CopyTable, Edge, SlotLayout
 from jaxrl_sync.transfer.errors import DeadlineError, TransferError
 from jaxrl_sync.transfer.memory import ForeignMemory
 from jaxrl_sync.transfer.transports.base import Moved, Shards, counted
+from jaxrl_sync.transfer.transports.parts import WHOLE, Flow, Paths, cut
 from jaxrl_sync.transfer.transports.pinned import Pinned, Table
 
 PIECES = 4
 """A send looks at its deadline this often: each look costs the threads a meeting."""
+
+MAX_PIECES = 64
+"""A receiver that hands parts on while others arrive may ask for so many."""
 
 
 class ShmSender:
     """Writes an edge into segments that the receiver made. Keeps them mapped between rounds."""
 
     name = "shm"
+    pack_s = 0.0  # a copy to its final place is the transfer itself
 
     def __init__(self, edge: Edge, slot: SlotLayout, run_id: str, threads: int) -> None:
-        self._pieces = [Table(CopyTable.direct(copies)) for copies in _pieces(edge.copies)]
+        self._edge = edge
+        self._pieces = self._cut(PIECES, frozenset())
+        self._made = {PIECES: self._pieces}
         self.moved = counted({"copied": edge.total_bytes})
         self._slot = slot
         self._run_id = run_id
@@ -40,7 +46,11 @@ class ShmSender:
             self._open[name] = memory, Pinned(self._slot.views(memory.data))
         return self._open[name][0]
 
-    def send(self, ready: dict[str, Any], sources: Shards, deadline: float) -> None:
+    def _cut(self, count: int, have: frozenset[str]) -> list[tuple[Paths, Table]]:
+        parts = cut(self._edge.copies, self._edge.total_bytes / count, have)
+        return [(part.paths, Table(CopyTable.direct(part.copies))) for part in parts]
+
+    def send(self, ready: dict[str, Any], sources: Shards, deadline: float, flow: Flow = WHOLE) -> None:
         """Copy the edge into the segment of ``ready`` and let go of segments that the receiver replaced."""
         segment = ready.get("segment")
         if not isinstance(segment, dict):
@@ -51,8 +61,18 @@ class ShmSender:
             self._forget(name)
         views = self._open[segment["name"]][1]
         pinned = sources if isinstance(sources, Pinned) else Pinned(dict(sources))
-        for piece in self._pieces:
+        for paths, piece in self._pieces_of(ready.get("parts"), flow.have):
+            flow.gate(paths)
             self._copy(piece, pinned, views, deadline)
+            flow.arrived(paths)
+
+    def _pieces_of(self, wanted: object, have: frozenset[str]) -> list[tuple[Paths, Table]]:
+        count = min(MAX_PIECES, max(PIECES, wanted)) if isinstance(wanted, int) else PIECES
+        if have:
+            return self._cut(count, have)
+        if count not in self._made:
+            self._made[count] = self._cut(count, have)
+        return self._made[count]
 
     def _copy(self, piece: Table, sources: Pinned, views: Pinned, deadline: float) -> None:
         """One piece; a sender that stood still past its round's end goes no further."""
@@ -71,20 +91,6 @@ class ShmSender:
             self._forget(name)
 
 
-def _pieces(copies: Sequence[Copy]) -> list[list[Copy]]:
-    """The copies in about PIECES groups of equal bytes."""
-    limit = sum(c.total_bytes for c in copies) / PIECES
-    groups: list[list[Copy]] = []
-    filled = limit
-    for copy in copies:
-        if filled >= limit:
-            groups.append([])
-            filled = 0.0
-        groups[-1].append(copy)
-        filled += copy.total_bytes
-    return groups
-
-
 class ShmReceiver:
     """The sender writes the slot; here is nothing to receive."""
 
@@ -97,8 +103,8 @@ class ShmReceiver:
         """The segment of the slot."""
         return {"segment": slot.memory.describe()}
 
-    def receive(self, views: Shards, deadline: float) -> None:
-        """Nothing to do: the sender's ``done`` says that all is in place."""
+    def receive(self, views: Shards, deadline: float, flow: Flow = WHOLE) -> None:
+        """Nothing to do: the sender says what is in place, by parts and in the end by ``done``."""
 
     def close(self) -> None:
         """Nothing to close."""

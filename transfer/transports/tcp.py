@@ -4,17 +4,21 @@ Nothing is packed where runs are long enough (256 bytes on average, with the C k
 the interpreter's lock gives the kernel the runs of the source shards and has it read into the slot, hundreds
 of them per system call. Other windows go through a chunk that stays in the cache: packed before sending,
 scattered after receiving, while the kernel's buffers keep the other side busy. Per round and connection there
-is one header and no other word; the state digest is the check. The link's own connection carries none of
+is one header and no other word; the state digest is the check. Windows follow one another part by part, so
+that the receiver knows which tensors are complete. The link's own connection carries none of
 this, so it stays free for control.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import errno
+import itertools
 import os
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,8 +28,9 @@ from jaxrl_sync.sharding.native import kernels
 from jaxrl_sync.transfer.errors import DeadlineError, PeerLost, ProtocolError
 from jaxrl_sync.transfer.placement import Terms, split
 from jaxrl_sync.transfer.transports.base import Moved, Shards, counted, remaining
+from jaxrl_sync.transfer.transports.parts import WHOLE, Flow, Part, cut
 from jaxrl_sync.transfer.transports.pinned import Pinned, pinned_stream
-from jaxrl_sync.transfer.transports.windows import Direct, Place, Side, segments, windows
+from jaxrl_sync.transfer.transports.windows import Direct, Place, Side, Window, segments, windows
 from jaxrl_sync.transfer.wire import Connection
 
 TICK_S = 0.25
@@ -34,22 +39,39 @@ TICK_S = 0.25
 PIECE_BYTES = 4 << 20
 """So many bytes go without a look at the deadline where nothing blocks."""
 
+PARTS = 32
+CHUNKS_PER_PART = 4
+"""An edge has at most so many parts, and a part at least so many chunks on each lane."""
+
 VECTOR = 512
 _AGAIN = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EINTR)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Cut:
+    """What the lanes carry, in order: ``shares[lane][part]`` are segments."""
+
+    parts: list[Part]
+    shares: list[list[list[Direct | Place]]]
+
+    def flat(self, lane: int) -> list[Direct | Place]:
+        """All segments of one lane."""
+        return [s for part in self.shares[lane] for s in part]
+
+    def nbytes(self, lane: int) -> int:
+        """Bytes that one lane carries."""
+        return sum(s.nbytes for s in self.flat(lane))
 
 
 class _Lanes:
     """Connections with one thread each but the first, which the caller's thread drives."""
 
     def __init__(self, connections: Sequence[Connection], edge: Edge, terms: Terms, side: Side) -> None:
-        parts, count = split(edge, terms.placed_run_bytes), len(connections)
-        cut = [w for part in (parts.placed, parts.staged) for w in windows(part.copies, terms.chunk_bytes)]
-        self.shares = [segments(cut[i::count], side) for i in range(count)]
-        self.share_bytes = [sum(s.nbytes for s in share) for share in self.shares]
+        count = len(connections)
+        self._edge, self._terms = edge, terms
         self.connections = list(connections)
         self.side = side
-        packed = [s.nbytes for share in self.shares for s in share if isinstance(s, Place)]
-        self.staging = [memoryview(bytearray(max(packed, default=0))) for _ in self.connections]
+        self.staging = [memoryview(bytearray()) for _ in self.connections]
         self.pinned = [pinned_stream(chunk) for chunk in self.staging]
         self._pool = concurrent.futures.ThreadPoolExecutor(count - 1, "lane") if count > 1 else None
         tick = struct.pack("@ll", 0, int(TICK_S * 1e6))
@@ -57,6 +79,39 @@ class _Lanes:
             connection.sock.setblocking(True)
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
+        self._whole = self._make(frozenset())
+
+    @property
+    def shares(self) -> list[list[Direct | Place]]:
+        """The segments of each lane when everything is sent."""
+        return [self._whole.flat(lane) for lane in range(len(self.connections))]
+
+    def cut(self, have: frozenset[str]) -> _Cut:
+        """The edge without the tensors in ``have``. Made once for the whole edge, else anew."""
+        return self._make(have) if have else self._whole
+
+    def _make(self, have: frozenset[str]) -> _Cut:
+        """Windows go to the lanes in turn, through all parts, so that each carries as much as the others."""
+        count, chunk_bytes = len(self.connections), self._terms.chunk_bytes
+        least = max(self._edge.total_bytes / PARTS, CHUNKS_PER_PART * chunk_bytes * count)
+        parts, turn = cut(self._edge.copies, least, have), itertools.count()
+        shares: list[list[list[Direct | Place]]] = [[] for _ in range(count)]
+        for part in parts:
+            edge = Edge(self._edge.source_process, self._edge.target_process, part.copies)
+            halves = split(edge, self._terms.placed_run_bytes)
+            mine: list[list[Window]] = [[] for _ in range(count)]
+            for half in (halves.placed, halves.staged):
+                for window in windows(half.copies, chunk_bytes):
+                    mine[next(turn) % count].append(window)
+            for share, cut_of_lane in zip(shares, mine, strict=True):
+                share.append(segments(cut_of_lane, self.side))
+        made = _Cut(parts, shares)
+        for lane in range(count):
+            packed = [s.nbytes for s in made.flat(lane) if isinstance(s, Place)]
+            if max(packed, default=0) > self.staging[lane].nbytes:
+                self.staging[lane] = memoryview(bytearray(max(packed)))
+                self.pinned[lane] = pinned_stream(self.staging[lane])
+        return made
 
     def moved(self, straight: str, staged: str) -> Moved:
         """Bytes that the socket calls take or put in place, and those that go through a chunk."""
@@ -137,21 +192,26 @@ class TcpSender:
     def __init__(self, edge: Edge, lanes: Sequence[Connection], terms: Terms) -> None:
         self._lanes = _Lanes(lanes, edge, terms, "source")
         self.moved = self._lanes.moved("direct", "packed")
+        self.pack_s = 0.0
+        self._packing = threading.Lock()
 
-    def send(self, ready: dict[str, Any], sources: Shards, deadline: float) -> None:
-        """Send every window; returns when the kernel has taken all of them."""
-        lanes, round_id = self._lanes, ready.get("round")
+    def send(self, ready: dict[str, Any], sources: Shards, deadline: float, flow: Flow = WHOLE) -> None:
+        """Send every window, each part as soon as its gate opens; returns when the kernel has all of them."""
+        lanes, round_id, cut_of_round = self._lanes, ready.get("round"), self._lanes.cut(flow.have)
         pinned = sources if isinstance(sources, Pinned) else Pinned(dict(sources))
+        self.pack_s = 0.0
 
         def work(lane: int) -> None:
             header = {"kind": "stream", "round": round_id, "lane": lane}
             connection = lanes.connections[lane]
-            connection.send_header(header, lanes.share_bytes[lane], remaining(deadline))
-            for segment in lanes.shares[lane]:
-                if isinstance(segment, Direct):
-                    lanes.move(lane, segment, pinned, lambda *at: self._send_piece(lane, deadline, *at))
-                else:
-                    self._send_chunk(lane, segment, pinned, deadline)
+            connection.send_header(header, cut_of_round.nbytes(lane), remaining(deadline))
+            for part, share in zip(cut_of_round.parts, cut_of_round.shares[lane], strict=True):
+                flow.gate(part.paths)
+                for segment in share:
+                    if isinstance(segment, Direct):
+                        lanes.move(lane, segment, pinned, lambda *at: self._send_piece(lane, deadline, *at))
+                    else:
+                        self._send_chunk(lane, segment, pinned, deadline)
 
         lanes.run(work)
 
@@ -174,7 +234,10 @@ class TcpSender:
         if place.table is None:
             views = place.views(sources)
         else:
+            start = time.monotonic()
             place.table.run(sources, self._lanes.pinned[lane])
+            with self._packing:
+                self.pack_s += time.monotonic() - start
             views = [self._lanes.staging[lane][: place.nbytes]]
         _send(self._lanes.connections[lane], views, deadline)
 
@@ -201,24 +264,38 @@ class TcpReceiver:
         """A stream of any other round is refused."""
         self._round = round_id
 
-    def receive(self, views: Shards, deadline: float) -> None:
+    def receive(self, views: Shards, deadline: float, flow: Flow = WHOLE) -> None:
         """Take every window. ProtocolError on a wrong round, before anything is written; PeerLost."""
-        lanes = self._lanes
+        lanes, cut_of_round = self._lanes, self._lanes.cut(flow.have)
         slot = views if isinstance(views, Pinned) else Pinned(dict(views))
+        lock, missing = threading.Lock(), [len(lanes.connections)] * len(cut_of_round.parts)
+
+        def through(number: int) -> None:
+            """One lane has its share of a part: the last one completes it."""
+            with lock:
+                missing[number] -= 1
+                whole = not missing[number]
+            if whole:
+                flow.arrived(cut_of_round.parts[number].paths)
 
         def work(lane: int) -> None:
-            self._check_header(lane, deadline, "stream", lanes.share_bytes[lane])
-            connection = lanes.connections[lane]
-            for segment in lanes.shares[lane]:
-                if isinstance(segment, Direct):
-                    lanes.move(lane, segment, slot, lambda *at: _stream(connection, True, deadline, *at))
-                elif segment.table is None:
-                    _receive(connection, segment.views(slot), deadline)
-                else:
-                    _receive(connection, [lanes.staging[lane][: segment.nbytes]], deadline)
-                    segment.table.run(lanes.pinned[lane], slot)
+            self._check_header(lane, deadline, "stream", cut_of_round.nbytes(lane))
+            for number, share in enumerate(cut_of_round.shares[lane]):
+                for segment in share:
+                    self._take(lane, segment, slot, deadline)
+                through(number)
 
         lanes.run(work)
+
+    def _take(self, lane: int, segment: Direct | Place, slot: Pinned, deadline: float) -> None:
+        lanes, connection = self._lanes, self._lanes.connections[lane]
+        if isinstance(segment, Direct):
+            lanes.move(lane, segment, slot, lambda *at: _stream(connection, True, deadline, *at))
+        elif segment.table is None:
+            _receive(connection, segment.views(slot), deadline)
+        else:
+            _receive(connection, [lanes.staging[lane][: segment.nbytes]], deadline)
+            segment.table.run(lanes.pinned[lane], slot)
 
     def receive_frame(self, data: bytearray, deadline: float) -> None:
         """Fill ``data`` with a frame. ProtocolError on a wrong round or share; PeerLost, DeadlineError."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from jaxrl_sync.sharding import CopyTable, Edge, SlotLayout
 from jaxrl_sync.transfer.errors import PeerLost, ProtocolError, TransferError
 from jaxrl_sync.transfer.slots import Slot
 from jaxrl_sync.transfer.transports.base import Shards, counted
+from jaxrl_sync.transfer.transports.parts import WHOLE, Flow
 from jaxrl_sync.transfer.transports.placing import choose_placement, chunks, count_chunks
 from jaxrl_sync.transfer.transports.rounds import (
     PlacedSend,
@@ -91,12 +93,14 @@ class VerbsSender:
         offer = check_offer(other)
         self._placed = offer["placement"] == "placed"
         self.moved = counted({"packed": edge.total_bytes})
+        self.pack_s = 0.0
         if settings.placement not in ("auto", offer["placement"]):
             raise TransferError(
                 f"{connection.peer} asks for a {offer['placement']} edge ({offer.get('reason')}), but "
                 f"sync.verbs.placement is {settings.placement!r} here"
             )
         self._slot, self._threads, self._rows = slot, threads, list[Rows]()
+        self._paths = tuple(sorted({c.target_path for c in edge.copies}))
         rails, pairs = len(offer["rails"]), len(offer["rails"][0]["pairs"])
         if self._placed:
             for described in offer["slots"]:
@@ -131,14 +135,19 @@ class VerbsSender:
         """What the receiver connects to."""
         return self.endpoint.describe()
 
-    def send(self, ready: dict[str, Any], sources: Shards, deadline: float) -> None:
+    def send(self, ready: dict[str, Any], sources: Shards, deadline: float, flow: Flow = WHOLE) -> None:
         """Write every chunk; returns when all are in place (placed) or taken (staged).
 
-        CompletionError, PeerLost, DeadlineError.
+        Chunks don't end where tensors do: nothing is left out, and all must have arrived here before the
+        first leaves. CompletionError, PeerLost, DeadlineError.
         """
+        flow.gate(self._paths)
+        self.pack_s = 0.0
 
         def pack(index: int, place: memoryview) -> None:
+            start = time.monotonic()
             self._tables[index].execute(sources, place, self._threads)
+            self.pack_s += time.monotonic() - start
 
         tag, endpoint = integer(ready, "tag", 0, 255), self.endpoint
         sizes = [table.total_bytes for table in self._tables]
@@ -232,7 +241,7 @@ class VerbsReceiver:
             return {"tag": self._tag}
         return {"tag": self._tag, "slot": self._registered(slot).describe()}
 
-    def receive(self, views: Shards, deadline: float) -> None:
+    def receive(self, views: Shards, deadline: float, flow: Flow = WHOLE) -> None:
         """Wait until every byte is in the slot. CompletionError, PeerLost, ProtocolError, DeadlineError."""
         if self._placed:
             count_placed(self._endpoint, self._tag, self._count, deadline)

@@ -1,0 +1,94 @@
+"""A subscriber rank's two background threads: one watches the hub for publishers and offers, one reports."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from jaxrl_sync.transfer.errors import TransferError
+from jaxrl_sync.transfer.hub.client import POLL_S, Lease, Member
+from jaxrl_sync.transfer.links import Links, read_watch
+from jaxrl_sync.transfer.receiving import Offer
+
+RETRY_S = 0.5
+
+logger = logging.getLogger("jaxrl_sync.transfer")
+
+
+class Watching:
+    """Owns the threads. ``on_offer(offer)`` and ``on_change()`` are called by the watching one."""
+
+    def __init__(
+        self,
+        lease: Lease,
+        links: Links,
+        on_offer: Callable[[Offer | None], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._lease = lease
+        self._links = links
+        self._on_offer = on_offer
+        self._on_change = on_change
+        self._closed = threading.Event()
+        self._reports: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._watch, name="subscriber-watch", daemon=True),
+            threading.Thread(target=self._report, name="subscriber-report", daemon=True),
+        ]
+
+    def start(self) -> None:
+        """Start both threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def report(self, call: Callable[[], None]) -> None:
+        """Have ``call`` made in the background, in order; what it raises of the hub is logged."""
+        self._reports.put(call)
+
+    def _watch(self) -> None:
+        known: dict[str, Any] = {"round": None, "publishers": None}
+        publishers: list[Member] = []
+        while not self._closed.is_set():
+            try:
+                limit_s = POLL_S if self._links.whole else RETRY_S
+                seen = read_watch(self._lease.call("/v1/watch", {**known, "timeout_s": limit_s}, limit_s))
+            except TransferError as error:
+                if self._closed.is_set() or self._lease.lost.is_set():
+                    break
+                logger.warning("watching the hub: %s", error)
+                self._closed.wait(RETRY_S)
+                known = {"round": None, "publishers": None}
+                continue
+            if seen is not None:
+                publishers = seen[0]
+                known = {
+                    "round": seen[1].round if seen[1] else None,
+                    "publishers": [p.incarnation for p in publishers],
+                }
+            self._links.update(publishers)
+            self._on_change()
+            if seen is not None:
+                self._on_offer(seen[1])
+        self._on_change()
+
+    def _report(self) -> None:
+        while (report := self._reports.get()) is not None:
+            try:
+                report()
+            except TransferError as error:
+                if not self._closed.is_set():
+                    logger.warning("reporting to the hub: %s", error)
+
+    def stop(self) -> None:
+        """Tell the threads to end; `join` waits for them."""
+        self._closed.set()
+        self._reports.put(None)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for both threads, unless it is one of them that asks."""
+        for thread in self._threads:
+            if thread.ident is not None and thread is not threading.current_thread():
+                thread.join(timeout_s)
