@@ -16,11 +16,11 @@ import pytest
 
 from jaxrl_sync.batch.connection import BatchReceiver, BatchSender, TrainerState
 from jaxrl_sync.inference.group import Leader
-from jaxrl_sync.transfer import Version, auth, wire
+from jaxrl_sync.transfer import Subscriber, SubscriberConfig, Version, auth, wire
 from jaxrl_sync.transfer.errors import AuthError, PeerLost, TransferError
 from jaxrl_sync.transfer.lobby import Lobby
 from jaxrl_sync.transfer.refusals import AGAIN_S, MAX_LINES, Refusals
-from tests.transfer.models import Rig, ServerThread, take, trainer_params, until
+from tests.transfer.models import Rig, ServerThread, convert, engine_target, take, trainer_params, until
 
 OTHER_TOKEN = "cd" * 32
 _LENGTH = struct.Struct("<I")
@@ -49,6 +49,28 @@ def publisher_door(hub: ServerThread, token_file: Path) -> Iterator[Door]:
             assert take(rig.subscriber())[0] == Version("a", 0)
 
         yield Door(member.info["address"], client.token, client.run_id, hello, serves)
+
+
+@contextlib.contextmanager
+def relay_door(hub: ServerThread, token_file: Path) -> Iterator[Door]:
+    """An engine that serves to others, after the publisher is gone."""
+    with Rig(hub, token_file) as rig:
+        params = trainer_params()
+        publisher = rig.publisher(params)
+        publisher.publish(params, Version("a", 0)).wait(10)
+        config = SubscriberConfig(engine="r", relay=True, ttl_s=2.0)
+        with Subscriber(hub.url, engine_target(), convert, token_file=token_file, config=config) as relay:
+            take(relay)
+            client = rig.hub_client()
+            until(lambda: client.status()["engines"]["r"]["ranks"]["0"] is not None)
+            publisher.close()
+            (member,) = client.members("relay")
+            hello = {"purpose": "weights", "engine": "e", "rank": 0}
+
+            def serves() -> None:
+                assert take(rig.subscriber())[0] == Version("a", 0)
+
+            yield Door(member.info["address"], client.token, client.run_id, hello, serves)
 
 
 @contextlib.contextmanager
@@ -85,7 +107,10 @@ def group_door(hub: ServerThread, token_file: Path) -> Iterator[Door]:
     leader.close()
 
 
-@pytest.fixture(params=[publisher_door, batch_door, group_door], ids=["publisher", "batch", "group"])
+DOORS = {"publisher": publisher_door, "relay": relay_door, "batch": batch_door, "group": group_door}
+
+
+@pytest.fixture(params=DOORS.values(), ids=DOORS.keys())
 def door(request: pytest.FixtureRequest, hub: ServerThread, token_file: Path) -> Iterator[Door]:
     with request.param(hub, token_file) as opened:
         yield opened
