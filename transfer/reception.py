@@ -7,6 +7,7 @@ and counted.
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -74,7 +75,7 @@ class Reception:
                 self._closed.wait(_POLL_S)  # out of descriptors: a later round may do better
                 continue
             name = f"{self._name}-welcome"
-            number = self._lobby.enter(address[0], lambda s=sock: _end(s))
+            number = self._lobby.enter(address[0], functools.partial(_end, sock))
             threading.Thread(
                 target=self._receive, args=(sock, address[:2], number), name=name, daemon=True
             ).start()

@@ -68,7 +68,7 @@ def _holder(source: Row) -> str:
 
 
 def _versions(status: Row, now: float) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for model, newest in sorted(status.get("newest", {}).items()):
         if newest is None:
             continue
@@ -81,7 +81,7 @@ def _versions(status: Row, now: float) -> list[tuple[str, ...]]:
 
 
 def _replicas(status: Row) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for model, replicas in sorted(status.get("replicas", {}).items()):
         newest = (status.get("newest", {}).get(model) or {}).get("version")
         for row in replicas:
@@ -168,7 +168,7 @@ def _members(status: Row) -> list[tuple[str, ...]]:
     for member in status.get("members", []):
         worlds.setdefault((member["role"], member["name"]), []).append(member)
     leases = status.get("leases", {})
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for (role, name), members in sorted(worlds.items()):
         left = [leases[key] for m in members if (key := f"{role} {name}.{m['rank']}") in leases]
         info = members[0].get("info", {})

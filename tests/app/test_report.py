@@ -40,7 +40,7 @@ def step_row(step: int) -> dict[str, Any]:
 def round_rows() -> list[dict[str, Any]]:
     """Two engines take a version, the second from the first; a third round was never begun."""
     fixed: dict[str, Any] = {"kind": "round", "version": 1, "opened": 11.0, "repair": "none", "why": ""}
-    rounds = [
+    rows: list[dict[str, Any]] = [
         {
             "engine": "engine-0",
             "source": "publisher trainer",
@@ -66,7 +66,7 @@ def round_rows() -> list[dict[str, Any]]:
         "payload": "full",
         **seconds,
     }
-    return [*({**fixed, **row} for row in rounds), edge]
+    return [*({**fixed, **row} for row in rows), edge]
 
 
 @pytest.fixture

@@ -195,7 +195,7 @@ def test_watching_ends_when_interrupted(monkeypatch: pytest.MonkeyPatch) -> None
         if next(naps) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(status_module.time, "sleep", nap)
+    monkeypatch.setattr("jaxrl_sync.launch.status.time.sleep", nap)
     assert len(list(status_module._beats(0.5))) == 3
     assert len(list(status_module._beats(None))) == 1
 

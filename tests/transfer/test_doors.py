@@ -110,7 +110,7 @@ def group_door(hub: ServerThread, token_file: Path) -> Iterator[Door]:
 DOORS = {"publisher": publisher_door, "relay": relay_door, "batch": batch_door, "group": group_door}
 
 
-@pytest.fixture(params=DOORS.values(), ids=DOORS.keys())
+@pytest.fixture(params=list(DOORS.values()), ids=list(DOORS))
 def door(request: pytest.FixtureRequest, hub: ServerThread, token_file: Path) -> Iterator[Door]:
     with request.param(hub, token_file) as opened:
         yield opened
