@@ -17,6 +17,8 @@ from jaxrl_sync.transfer.version import Version
 
 Shards = Pinned
 Exported = dict[str, jax.Array]
+Spare = dict[str, Exported]
+"""Export buffers that nobody needs, by kind: a later export takes them over."""
 
 
 @functools.lru_cache(maxsize=8)
@@ -64,34 +66,103 @@ def shards_of(exported: dict[str, jax.Array]) -> Shards:
     )
 
 
+def copy_of(shards: Shards) -> Shards:
+    """The same in memory of its own: no device buffer stays alive for it."""
+    return Pinned({key: array.copy() for key, array in shards.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class _HostLeaf:
+    """One array of a snapshot on the host: its shards in the order of its addressable devices."""
+
+    shape: tuple[int, ...]
+    sharding: Any
+    shards: tuple[tuple[jax.Device, np.ndarray[Any, Any]], ...]
+
+    @classmethod
+    def of(cls, array: jax.Array) -> _HostLeaf:
+        shards = tuple((s.device, np.array(s.data, copy=True)) for s in array.addressable_shards)
+        return cls(array.shape, array.sharding, shards)
+
+    def array(self) -> jax.Array:
+        """The array again, on its devices."""
+        parts = [jax.device_put(value, device) for device, value in self.shards]
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, parts)
+
+
 @dataclasses.dataclass(eq=False)
 class Held:
-    """One version's buffers: per kind of export, or a snapshot from which an export can still be made."""
+    """One version's buffers: per kind of export, or a snapshot from which an export can still be made.
+
+    A copy in host memory takes the place of both when their memory is needed.
+    """
 
     version: Version
     exports: dict[str, Exported]
     tree: Any = None
     retired: bool = False
+    exported: bool = True
+    copied: bool = False
     _shards: dict[str, Shards] = dataclasses.field(default_factory=dict)
+    _copies: dict[str, Shards] = dataclasses.field(default_factory=dict)
+    _host_tree: Any = None
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        arrays = jax.tree.leaves((self.exports, self.tree))
+        self.nbytes = sum(shard.data.nbytes for x in arrays for shard in x.addressable_shards)
 
     def shards(self, kind: str, correspondence: Correspondence) -> Shards | None:
         """The shards of one kind of export, made from the snapshot if need be; None if that can't be."""
         with self._lock:
             if self.retired:
                 return None
-            if kind not in self._shards:
-                if kind not in self.exports:
-                    if self.tree is None:
+            made = self._shards if self.exported else self._copies
+            if kind not in made:
+                exported = self.exports.get(kind)
+                if exported is None:
+                    tree = self._whole_tree()
+                    if tree is None:
                         return None
-                    self.exports[kind] = export(correspondence, self.tree)
-                self._shards[kind] = shards_of(self.exports[kind])
-            return self._shards[kind]
+                    exported = export(correspondence, tree)
+                if self.exported:
+                    self.exports[kind] = exported
+                made[kind] = shards_of(exported) if self.exported else copy_of(shards_of(exported))
+            return made[kind]
 
-    def retire(self) -> dict[str, Exported]:
+    def _whole_tree(self) -> Any:
+        if self.tree is None and self._host_tree is not None:
+            return jax.tree.map(lambda leaf: leaf.array(), self._host_tree)
+        return self.tree
+
+    def copy(self) -> bool:
+        """Make the copy in host memory; False when there is nothing (any more) to copy. Blocks."""
+        with self._lock:
+            if self.retired or self.copied:
+                return False
+            self._copies = {kind: copy_of(shards_of(exported)) for kind, exported in self.exports.items()}
+            if self.tree is not None:
+                self._host_tree = jax.tree.map(_HostLeaf.of, self.tree)
+            self.copied = True
+            return True
+
+    def shed(self) -> Spare:
+        """The export buffers go, the copy stays; the exports, for a later version to take over."""
+        with self._lock:
+            if not self.copied:
+                return {}
+            for kind in self.exports.keys() - self._copies.keys():  # asked for after the copy was made
+                self._copies[kind] = copy_of(shards_of(self.exports[kind]))
+            self.exported = False
+            self._shards.clear()
+            exports, self.exports, self.tree = self.exports, {}, None
+        return exports
+
+    def retire(self) -> Spare:
         """No transfer begins from this version any more; its exports, for a later one to take over."""
         with self._lock:
             self.retired = True
             self._shards.clear()
+            self._copies, self._host_tree = {}, None
             exports, self.exports, self.tree = self.exports, {}, None
         return exports

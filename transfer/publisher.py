@@ -1,7 +1,7 @@
 """The publisher: makes a version's export buffers, announces it, and writes it to whoever is ready for it.
 
 One Publisher per trainer process. ``publish`` blocks the training thread only for the export; everything else
-happens in threads: one that announces to the hub, one that accepts links, one per link.
+happens in threads: one announces to the hub, one follows pins, one accepts links, and each link has one.
 """
 
 from __future__ import annotations
@@ -9,37 +9,45 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import logging
+import math
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxrl_sync.sharding import Correspondence, Layout
-from jaxrl_sync.sharding.paths import nested
+from jaxrl_sync.sharding import Correspondence, Layout, SlotLayout
 from jaxrl_sync.transfer.config import PublisherConfig
 from jaxrl_sync.transfer.errors import (
     DeadlineError,
     PeerLost,
     TransferError,
 )
-from jaxrl_sync.transfer.exports import Exported, Held, export, export_kind, snapshot
-from jaxrl_sync.transfer.hub.client import HubClient, HubRefused, Lease
-from jaxrl_sync.transfer.hub.state import version_json
+from jaxrl_sync.transfer.exports import Held, Spare, export, export_kind, snapshot
+from jaxrl_sync.transfer.free import free_bytes
+from jaxrl_sync.transfer.given import Given
+from jaxrl_sync.transfer.hub.client import POLL_S, HubClient, HubRefused, Lease
+from jaxrl_sync.transfer.hub.state import version_json, version_of
 from jaxrl_sync.transfer.listening import Listening
 from jaxrl_sync.transfer.outbound import Outbound
 from jaxrl_sync.transfer.outcome import RankKey, RankOutcome, Ticket
 from jaxrl_sync.transfer.owner import Reading
-from jaxrl_sync.transfer.pairing import Pairing, compare_layouts
+from jaxrl_sync.transfer.pairing import Pairing
 from jaxrl_sync.transfer.pairings import Pairings
 from jaxrl_sync.transfer.payload.chains import Chains
+from jaxrl_sync.transfer.retained import Retained
 from jaxrl_sync.transfer.version import Version
 
 KEPT_TICKETS = 64
+KINDS_LINGER = 16
+"""So many versions are still exported for a kind of engine whose last link has ended."""
+RETRY_S = 0.5
+PIN_GRACE_TTLS = 2.0
+"""So many leases long no pin is dropped after the hub has restarted: who pinned is telling it again."""
 
 logger = logging.getLogger("jaxrl_sync.transfer")
 
@@ -87,16 +95,22 @@ class Publisher:
         self.rank = jax.process_index() if rank is None else rank
         self.size = jax.process_count() if size is None else size
         self.closing = False
+        self._closed = threading.Event()
         self._lock = threading.Lock()
         self._stats = PublisherStats()
         self.chains = Chains(self.config.payload, self.config.threads)
         self._kinds: dict[str, Correspondence] = {}
-        self._held: list[Held] = []
-        self._spare: dict[str, Exported] = {}
+        self._kind_of: dict[str, str] = {}
+        self._unused: dict[str, int] = {}
+        self._given = Given(self.source)
+        self._retained = Retained(self.config.keep_versions, self.config.offload_limit_bytes)
+        self._spare: Spare = {}
+        self._told = 0
+        self._telling = threading.Lock()
         self._tickets: list[Ticket] = []
         self._published_at: dict[Version, float] = {}
         self._last: Version | None = None
-        self._checked = False
+        self._rejoined_at = -math.inf
         self._finder = concurrent.futures.ThreadPoolExecutor(1, "publisher-find")
         self._announcing: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         self._hub = HubClient(hub_url, token_file, self.config.hub_timeout_s)
@@ -118,8 +132,12 @@ class Publisher:
             self._listening.close()
             self._hub.close()
             raise
-        self._thread = threading.Thread(target=self._announce_all, name="publisher-announce", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._announce_all, name="publisher-announce", daemon=True),
+            threading.Thread(target=self._follow_pins, name="publisher-pins", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
         self._listening.start()
 
     def _register(self, name: str, hub_url: str, on_lost: Callable[[str], None] | None) -> Lease:
@@ -128,11 +146,20 @@ class Publisher:
             "address": self._listening.address(hub_url),
             "source": self._hub.put_blob(self.source.to_bytes()),
             "source_digest": self.source.digest,
+            "site": self.config.site,
+            "export_bytes": self._export_bytes(),
+            "free_bytes": free_bytes(),
             "pid": os.getpid(),
         }
         who = "publisher", name, self.rank, self.size
         ttl_s = self.config.ttl_s
         return self._hub.register(*who, info, ttl_s, on_lost=on_lost, on_rejoin=self._rejoin)
+
+    def _export_bytes(self) -> int:
+        """At most so much do the exports of this process take: the versions kept and one being made."""
+        if self.rank not in self.source.devices.values():
+            return 0
+        return SlotLayout.of(self.source, self.rank).total_bytes * (self.config.keep_versions + 1)
 
     # What the training thread calls.
 
@@ -140,39 +167,52 @@ class Publisher:
         """Publish a tree of arrays (or an iterator of (path, array)) as ``version``.
 
         Returns once its export buffers are computed: the caller may then donate the tree. Announcing and
-        moving happen in the background. MismatchError when the tree isn't what ``source`` says; TransferError
-        when ``version`` doesn't come after the last one or the publisher is closed.
+        moving happen in the background. MismatchError when the tensors aren't what ``source`` says (missing,
+        extra, twice, of another shape, dtype or sharding); TransferError when ``version`` doesn't come after
+        the last one or the publisher is closed; RetentionFull when pinned versions leave no room and none was
+        released within ``config.timeout_s``.
         """
         start = time.monotonic()
         self._check_version(version)
-        if isinstance(tree, Iterator):
-            tree = nested(dict(tree))
-        if not self._checked:
-            compare_layouts(self.source, Layout.of(tree), "the published tree")
-            self._checked = True
-        with self._lock:
-            kinds = dict(self._kinds)
-        spare, self._spare = self._spare, {}
+        tree = self._given.tree(tree)
+        self._retained.wait_room(version, self.config.timeout_s, lambda: not self.closing)
+        kinds, spare = self._kinds_wanted(), self._take_spare()
         exports = {kind: export(c, tree, spare.get(kind)) for kind, c in kinds.items()}
         held = Held(version, exports, None if kinds else snapshot(tree))
         export_s = time.monotonic() - start
         ranks = sorted({link.key for link in self._listening.links})
         with self._lock:
             ticket = Ticket(version, ranks, export_s)
-            all_held = [*self._held, held]
-            self._held = all_held[-self.config.keep_versions :]
             self._tickets = [*self._tickets, ticket][-KEPT_TICKETS:]
-            self._published_at = {h.version: self._published_at.get(h.version, start) for h in self._held}
+            self._published_at[version] = start
             self._last = version
             self._stats.published += 1
             self._stats.export_s += export_s
-        for old in all_held[: -self.config.keep_versions]:
-            self._spare = old.retire()
+        self._give_spare(self._retained.add(held))
         self._announcing.put(ticket)
         with self._lock:
             self._stats.last_stall_s = time.monotonic() - start
             self._stats.stall_s += self._stats.last_stall_s
         return ticket
+
+    def _kinds_wanted(self) -> dict[str, Correspondence]:
+        """The kinds of export to make now; those that no link has used for long are forgotten."""
+        with self._lock:
+            used = set(self._kind_of.values())
+            self._unused = {k: self._unused.get(k, 0) + 1 for k in self._kinds if k not in used}
+            self._kinds = {k: c for k, c in self._kinds.items() if self._unused.get(k, 0) <= KINDS_LINGER}
+            return dict(self._kinds)
+
+    def _take_spare(self) -> Spare:
+        with self._lock:
+            spare, self._spare = self._spare, {}
+        return spare
+
+    def _give_spare(self, spare: Spare) -> None:
+        with self._lock:
+            self._spare = spare or self._spare
+            held = set(self._retained.versions)
+            self._published_at = {v: t for v, t in self._published_at.items() if v in held}
 
     def _check_version(self, version: Version) -> None:
         if self.closing:
@@ -187,6 +227,7 @@ class Publisher:
         """Counters as a dictionary: see PublisherStats."""
         with self._lock:
             counters = {**dataclasses.asdict(self._stats), "links": len(self._listening.links)}
+        counters["copied_bytes"] = self._retained.copied_bytes
         return {**counters, **self.chains.stats()}
 
     # The hub.
@@ -195,7 +236,7 @@ class Publisher:
         while (ticket := self._announcing.get()) is not None:
             looking = self._finder.submit(self._look_up, ticket.version)
             try:
-                self._announce(ticket.version)
+                self._announce(ticket.version, ticket.export_s)
                 ticket.announced()
                 looking.result()
             except TransferError as error:
@@ -212,33 +253,98 @@ class Publisher:
 
     def _look_up(self, version: Version) -> None:
         """While the word spreads: find the shards that will be asked for."""
+        held = self._retained.find(version)
         with self._lock:
-            held = next((h for h in self._held if h.version == version), None)
             kinds = dict(self._kinds)
         for kind, correspondence in kinds.items():
             if held is not None:
                 held.shards(kind, correspondence)
 
-    def _announce(self, version: Version) -> None:
+    def _announce(self, version: Version, export_s: float = 0.0) -> None:
         body = {
-            "model": self.config.model,
+            "seconds": {"export": export_s},
             "version": version_json(version),
             "bytes": self.source.total_bytes,
+            "fanout": {"kind": self.config.fanout, "degree": self.config.fanout_degree},
         }
-        self._lease.call("/v1/event/announce", body)
+        self._tell("/v1/event/announce", body)
+
+    def _tell(self, path: str, body: dict[str, Any]) -> None:
+        """Tell the hub something along with everything that is held; numbered, as threads overtake others."""
+        with self._telling:
+            self._told += 1
+            about = {"model": self.config.model, "held": self._retained.to_json(), "sequence": self._told}
+        self._lease.call(path, {**about, **body})
+
+    def _follow_pins(self) -> None:
+        """Learn which versions are pinned, keep them, and say so."""
+        known: list[Any] = []
+        while not self.closing and not self._lease.lost.is_set():
+            try:
+                grace_s = self._grace_s
+                body = {
+                    "model": self.config.model,
+                    "known": known,
+                    "timeout_s": min(POLL_S, grace_s or POLL_S),
+                }
+                rows = self._lease.call("/v1/pinned", body, POLL_S)["pinned"]
+                if rows != known or grace_s:
+                    self._pinned({v for row in rows if (v := version_of(row)) is not None})
+                    known = rows
+            except (TransferError, ValueError) as error:
+                if not self.closing and not self._lease.lost.is_set():
+                    logger.warning("following pins: %s", error)
+                self._closed.wait(RETRY_S)
+
+    @property
+    def _grace_s(self) -> float:
+        """A hub that has restarted hears of pins again: for so long none is dropped."""
+        return max(0.0, self._rejoined_at + PIN_GRACE_TTLS * self.config.ttl_s - time.monotonic())
+
+    def _pinned(self, versions: set[Version]) -> None:
+        """Other versions are pinned now: keep those, copied; what nobody needs any more goes."""
+        before = self._retained.pinned
+        pinned = frozenset(versions | before if self._grace_s else versions)
+        if pinned == before:
+            return
+        self._give_spare(self._retained.pin(pinned))
+        self._tell("/v1/event/hold", {})
+        if pinned - before:
+            self._give_spare(self._retained.copy_pinned())
+            self._tell("/v1/event/hold", {})
 
     def _rejoin(self) -> None:
         """A restarted hub knows nothing: tell it again what we have."""
+        self._rejoined_at = time.monotonic()
         self._hub.put_blob(self.source.to_bytes())
-        with self._lock:
-            versions = [held.version for held in self._held]
-        for version in versions:
+        for version in self._retained.versions[-1:]:
             try:
                 self._announce(version)
             except HubRefused as error:
                 if not _regress(error):
                     raise
                 logger.info("%s", error)  # a later one was announced meanwhile
+
+    def unpublish(self, version: Version, timeout_s: float, force: bool = False) -> None:
+        """Stop to serve ``version`` and give its buffers up, once nobody reads it here any more. Blocks.
+
+        DeadlineError names who still reads it; TransferError when it is the last reliable copy of a version
+        that is needed (the newest, or pinned) and not ``force``. A version that isn't held is none.
+        """
+        deadline = time.monotonic() + timeout_s
+        about = {"model": self.config.model, "version": version_json(version), "force": force}
+        seen = self._lease.call("/v1/event/unpublish", about)
+        if seen["last_reliable"] and not force:
+            raise TransferError(f"version {version} is needed and has no other reliable copy: it stays")
+        while not seen["drained"]:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                names = ", ".join(seen["readers"])
+                raise DeadlineError(f"version {version} is still read by {names} after {timeout_s:g} s")
+            left = min(left, POLL_S)
+            seen = self._lease.call("/v1/unpublished", {**about, "timeout_s": left}, left)
+        self._give_spare(self._retained.drop(version))
+        self._tell("/v1/event/hold", {})
 
     # What links ask.
 
@@ -248,9 +354,7 @@ class Publisher:
 
     def read(self, version: Version, pairing: Pairing, deadline: float) -> Reading | str:
         """The shards to send for ``version``, or in words why there are none."""
-        with self._lock:
-            held = next((h for h in self._held if h.version == version), None)
-            newest = self._last
+        held, newest = self._retained.find(version), self._last
         shards = None
         if held is not None:
             shards = held.shards(export_kind(pairing.correspondence), pairing.correspondence)
@@ -294,14 +398,17 @@ class Publisher:
 
     def link_opened(self, link: Outbound, pairing: Pairing) -> None:
         """A link has a plan: its kind of export is made with every later version."""
+        kind = export_kind(pairing.correspondence)
         with self._lock:
-            self._kinds.setdefault(export_kind(pairing.correspondence), pairing.correspondence)
+            self._kinds.setdefault(kind, pairing.correspondence)
+            self._kind_of[link.link] = kind
 
     def link_ended(self, link: Outbound, reason: str) -> None:
         """A link is gone: what it still owed is failed."""
         self.chains.close(link.link)
         replaced = self._listening.forget(link)
         with self._lock:
+            self._kind_of.pop(link.link, None)
             tickets = list(self._tickets)
         if not self.closing:
             logger.info("link to %s.%d ended: %s", *link.key, reason)
@@ -315,14 +422,15 @@ class Publisher:
             if self.closing:
                 return
             self.closing = True
+        self._closed.set()
         self._announcing.put(None)
         self._lease.close()
         self._listening.close()
         self._hub.close()
-        self._thread.join(5.0)
-        with self._lock:
-            self._held = []
-            self._spare = {}
+        for thread in self._threads:
+            thread.join(5.0)
+        self._retained.close()
+        self._take_spare()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until every connected engine has taken or lost the newest version; False when time ran out."""

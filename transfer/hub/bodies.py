@@ -71,7 +71,9 @@ def version(body: dict[str, Any]) -> Version:
 def event_of(kind: str, body: dict[str, Any], ttl_s: float) -> events.Event:
     """The event that a call's body describes. BadRequest or ValueError when it describes none."""
     if kind == "pin":
-        return events.Pin(model_name(body), version(body), model_name(body, "by"), _owner(body))
+        return events.Pin(
+            model_name(body), version(body), model_name(body, "by"), _owner(body), body.get("again") is True
+        )
     if kind == "unpin":
         return events.Unpin(model_name(body), version(body), model_name(body, "by"))
     make = _EVENTS.get(kind)

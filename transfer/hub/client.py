@@ -7,12 +7,10 @@ restarted has another epoch and knows nobody: leases then register again by them
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import logging
 import math
-import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +20,9 @@ from typing import Any
 import httpx
 
 from jaxrl_sync.transfer import auth, tls
-from jaxrl_sync.transfer.errors import AuthError, DeadlineError, PeerLost, ProtocolError, TransferError
+from jaxrl_sync.transfer.errors import AuthError, DeadlineError, PeerLost, ProtocolError
+from jaxrl_sync.transfer.hub.lease import Lease as Lease
+from jaxrl_sync.transfer.hub.refused import HubRefused as HubRefused
 from jaxrl_sync.transfer.hub.state import MemberKey, version_json, version_of
 from jaxrl_sync.transfer.version import Version
 
@@ -30,14 +30,6 @@ POLL_S = 20.0
 _RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
 
 logger = logging.getLogger("jaxrl_sync.transfer")
-
-
-class HubRefused(TransferError):
-    """The hub understood a call and refused it; ``code`` says why in one word."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(f"the hub refused: {message}")
-        self.code = code
 
 
 def _garbled(response: httpx.Response) -> bool:
@@ -96,6 +88,7 @@ class HubClient:
         self._run_id = ""
         self._closed = threading.Event()
         self._leases: list[Lease] = []
+        self._pins: dict[tuple[str, Version, str], Lease | None] = {}
         self._http = httpx.Client(
             base_url=self.url,
             headers=auth.bearer_headers(self.token),
@@ -275,6 +268,7 @@ class HubClient:
         deadline = time.monotonic() + timeout_s
         about = {"model": model, "version": version_json(version)}
         self.call("/v1/event/pin", {**about, "by": by, **(lease.identity if lease is not None else {})})
+        self._pins[(model, version, by)] = lease
         while True:
             left = max(0.0, min(POLL_S, deadline - time.monotonic()))
             seen = self.call("/v1/pin", {**about, "timeout_s": left}, left)
@@ -286,8 +280,16 @@ class HubClient:
             if time.monotonic() >= deadline:
                 raise DeadlineError(f"no publisher confirmed within {timeout_s:g} s that it keeps {version}")
 
+    def _pin_again(self, lease: Lease) -> None:
+        """A restarted hub knows no pins: say those of ``lease``, and those of nobody, again."""
+        for (model, version, by), owner in list(self._pins.items()):
+            if owner in (lease, None):
+                about = {"model": model, "version": version_json(version), "by": by, "again": True}
+                self.call("/v1/event/pin", {**about, **(lease.identity if owner is lease else {})})
+
     def unpin(self, version: Version, by: str, model: str = "policy") -> None:
         """``by`` needs ``version`` no longer. Idempotent."""
+        self._pins.pop((model, version, by), None)
         self.call("/v1/event/unpin", {"model": model, "version": version_json(version), "by": by})
 
     def preflight(self, model: str = "policy") -> dict[str, Any]:
@@ -329,142 +331,6 @@ class HubClient:
         self._http.close()
 
     def __enter__(self) -> HubClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class Lease:
-    """A registration kept alive by its own thread, which neither compilation nor an event loop delays.
-
-    ``lost`` is set when it is lost for good, and ``reason`` then says why.
-    """
-
-    def __init__(
-        self,
-        client: HubClient,
-        key: MemberKey,
-        size: int,
-        info: dict[str, Any],
-        ttl_s: float,
-        on_lost: Callable[[str], None] | None,
-        on_rejoin: Callable[[], None] | None,
-        installed: Callable[[], Version | None] | None,
-    ) -> None:
-        self.client = client
-        self.key = key
-        self.size = size
-        self.incarnation = secrets.token_hex(8)
-        self.lost = threading.Event()
-        self.reason = ""
-        self._info = dict(info)
-        self._ttl_s = ttl_s
-        self._on_lost = on_lost
-        self._on_rejoin = on_rejoin
-        self._installed = installed
-        self._wake = threading.Event()
-        self._closed = threading.Event()
-        self._lock = threading.Lock()
-        self._epoch = ""
-        self._thread = threading.Thread(target=self._run, name=f"lease-{key}", daemon=True)
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """The fields by which the hub knows this member."""
-        role, name, rank = self.key
-        return {"role": role, "name": name, "rank": rank, "incarnation": self.incarnation}
-
-    def start(self) -> None:
-        """Register (blocking) and start the heartbeats."""
-        self._register()
-        self._thread.start()
-
-    def update(self, **info: Any) -> None:
-        """Change what this member tells about itself."""
-        with self._lock:
-            self._info.update(info)
-        self._register()
-
-    def call(
-        self,
-        path: str,
-        body: dict[str, Any],
-        timeout_s: float | None = None,
-        within_s: float = math.inf,
-    ) -> dict[str, Any]:
-        """A call as this member, registered again where the hub forgot it. Errors of HubClient.call."""
-        message = {**self.identity, **body}
-        try:
-            return self.client.call(path, message, timeout_s, self._closed, within_s)
-        except HubRefused as error:
-            if error.code != "unknown_member" or self._closed.is_set():
-                raise
-        self._rejoin()
-        return self.client.call(path, message, timeout_s, self._closed, within_s)
-
-    def _register(self) -> None:
-        with self._lock:
-            info = dict(self._info)
-        body = {**self.identity, "size": self.size, "info": info, "ttl_s": self._ttl_s}
-        if self._installed is not None:
-            body["installed"] = version_json(self._installed())
-        self._epoch = self.client.call("/v1/event/register", body)["epoch"]
-
-    def _rejoin(self) -> None:
-        self._register()
-        if self._on_rejoin is not None and not self._closed.is_set():
-            self._on_rejoin()
-
-    def wake(self) -> None:
-        """Heartbeat now."""
-        self._wake.set()
-
-    def _run(self) -> None:
-        while not self._closed.is_set():
-            self._wake.wait(self._ttl_s / 3)
-            self._wake.clear()
-            if self._closed.is_set():
-                return
-            try:
-                self._beat()
-            except TransferError as error:
-                if not self._closed.is_set():
-                    self._lose(str(error))
-                return
-
-    def _beat(self) -> None:
-        try:
-            answer = self.client.call("/v1/event/heartbeat", self.identity, until=self._closed)
-        except HubRefused as error:
-            if error.code != "unknown_member":
-                raise
-            self._rejoin()
-            return
-        self._epoch = answer["epoch"]
-
-    def _lose(self, reason: str) -> None:
-        self.reason = f"lease of {self.key} lost: {reason}"
-        logger.error("%s", self.reason)
-        self.lost.set()
-        if self._on_lost is not None:
-            self._on_lost(self.reason)
-
-    def close(self) -> None:
-        """Leave the directory (best effort, once) and end the thread. Idempotent."""
-        if self._closed.is_set():
-            return
-        self._closed.set()
-        self._wake.set()
-        with contextlib.suppress(ValueError):
-            self.client._leases.remove(self)
-        if not self.lost.is_set():
-            with contextlib.suppress(httpx.HTTPError, RuntimeError):
-                self.client._http.post("/v1/event/leave", json=self.identity, timeout=2.0)
-        if threading.current_thread() is not self._thread and self._thread.ident is not None:
-            self._thread.join(timeout=5.0)
-
-    def __enter__(self) -> Lease:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -107,12 +107,16 @@ class Fail:
 
 @dataclasses.dataclass(frozen=True)
 class Pin:
-    """``by`` wants a version kept. With ``owner`` (a member and its incarnation) the pin ends with it."""
+    """``by`` wants a version kept. With ``owner`` (a member and its incarnation) the pin ends with it.
+
+    ``again``: said to a restarted hub, which may not know yet who holds the version.
+    """
 
     model: str
     version: Version
     by: str
     owner: tuple[MemberKey, str] | None = None
+    again: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

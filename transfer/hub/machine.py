@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxrl_sync.transfer.hub import fleet, outcomes
+from jaxrl_sync.transfer.hub import fleet, outcomes, views
 from jaxrl_sync.transfer.hub.events import (
     Advance,
     Announce,
@@ -40,9 +40,18 @@ from jaxrl_sync.transfer.hub.state import (
     Round,
     RoundState,
     Tag,
+    version_json,
     whole,
 )
-from jaxrl_sync.transfer.hub.views import accepts, newest_version, offer_json, round_status, status, watch
+from jaxrl_sync.transfer.hub.views import (
+    accepts,
+    newest_version,
+    offer_json,
+    round_status,
+    status,
+    unknown,
+    watch,
+)
 
 __all__ = [
     "Advance",
@@ -114,11 +123,10 @@ def _apply(state: HubState, event: Event, now: float) -> tuple[HubState, Done | 
             return _pin(state, event)
         case Unpin():
             return _unpin(state, event)
-    member = state.members.get(event.key)
-    if member is None:
-        return state, Refused("unknown_member", f"{event.key} isn't registered here")
-    if member.incarnation != event.incarnation:
-        return state, Refused("replaced", f"{event.key} was replaced by another process")
+    refused = unknown(state, event.key, event.incarnation)
+    if refused is not None:
+        return state, refused
+    member = state.members[event.key]
     match event:
         case Heartbeat():
             fresh = dataclasses.replace(member, expires=now + member.ttl_s)
@@ -175,7 +183,7 @@ def _announce(state: HubState, event: Announce) -> tuple[HubState, Done | Refuse
     elif event.version not in held:
         held = {**held, event.version: Holding()}
     state = _hold(state, event.key, event.model, held, event.sequence)
-    pinned = {"pinned": [t.version for t in state.pins if t.model == event.model]}
+    pinned = {"pinned": [version_json(v) for v in views.pinned(state, event.model)]}
     world = fleet.Source("publisher", event.key.name)
     if all(h.source != world for h in fleet.holders(state, tag)):
         return state, Done(reply={"complete": False, **pinned})
@@ -216,10 +224,8 @@ def _unpublish(state: HubState, event: Unpublish) -> tuple[HubState, Done | Refu
 
 def _pin(state: HubState, event: Pin) -> tuple[HubState, Done | Refused]:
     tag = Tag(event.model, event.version)
-    if not any(h.complete for h in fleet.holders(state, tag)):
-        served = tag.version in {state.installed.get(k) for k in state.installed}
-        if not served:
-            return state, Refused("unavailable", f"nobody holds version {event.version} of {event.model}")
+    if not event.again and not any(h.complete for h in fleet.holders(state, tag)):
+        return state, Refused("unavailable", f"nobody holds version {event.version} of {event.model}")
     pins = {**state.pins, tag: {**state.pins.get(tag, {}), event.by: event.owner}}
     return dataclasses.replace(state, pins=pins), Done((f"{event.by} pins {event.version}",))
 

@@ -278,16 +278,19 @@ class Routes:
     async def pinned(self, request: Request) -> Response:
         """Long poll of a publisher: answers when other versions are pinned than it knows of."""
         body = await _json(request)
+        key, incarnation = member_key(body), text(body, "incarnation")
         model, known = model_name(body), body.get("known")
 
-        def listed() -> list[Any]:
-            return [version_json(v) for v in views.pinned(self.hub.state, model)]
+        def seen() -> dict[str, Any] | machine.Refused:
+            refused = views.unknown(self.hub.state, key, incarnation)
+            return refused or {"pinned": [version_json(v) for v in views.pinned(self.hub.state, model)]}
 
-        def ask() -> list[Any] | None:
-            return found if (found := listed()) != known else None
+        def ask() -> dict[str, Any] | machine.Refused | None:
+            found = seen()
+            return None if isinstance(found, dict) and found["pinned"] == known else found
 
         found = await self.hub.poll(ask, number(body, "timeout_s", 0.0))
-        return self._answer({"pinned": listed() if found is None else found})
+        return self._answer(seen() if found is None else found)
 
     async def pin(self, request: Request) -> Response:
         """Long poll of who pinned a version: answers when a publisher has confirmed it, or nobody can."""

@@ -40,14 +40,22 @@ def offer_json(state: HubState, entry: Round) -> dict[str, Any]:
     }
 
 
-def watch(state: HubState, key: MemberKey, incarnation: str) -> dict[str, Any] | Refused:
-    """What a subscriber rank needs to know: the publisher ranks of its model and the round it is offered."""
+def unknown(state: HubState, key: MemberKey, incarnation: str) -> Refused | None:
+    """Why a process isn't the member that it says it is; None where it is."""
     member = state.members.get(key)
     if member is None:
         return Refused("unknown_member", f"{key} isn't registered here")
     if member.incarnation != incarnation:
         return Refused("replaced", f"{key} was replaced by another process")
-    model = member.info.get("model")
+    return None
+
+
+def watch(state: HubState, key: MemberKey, incarnation: str) -> dict[str, Any] | Refused:
+    """What a subscriber rank needs to know: the publisher ranks of its model and the round it is offered."""
+    refused = unknown(state, key, incarnation)
+    if refused is not None:
+        return refused
+    model = state.members[key].info.get("model")
     publishers = [
         m.public()
         for m in state.members.values()
