@@ -169,14 +169,14 @@ class Bench:
         The trainer has just finished an update when the sync begins: that is when a stop begins too.
         """
         self._number += 1
-        self._trainer.ask(train=1, running=running)
+        train_s = self._trainer.ask(train=1, running=running)["train_s"]
         self._engine.ask(start=BEFORE)
         self._trainer.ask(hold=1)
         way = {"stop": self._stop, "jax": self._jax, "sync": self._sync, "async": self._async}[mode]
         since, report = way(running)
         row = self._engine.ask(finish={"after": AFTER, "since": since})
         self._trainer.ask(hold=1)
-        return {**row, "report": report}
+        return {**row, "train_s": train_s, "report": report}
 
     def _stop(self, running: bool) -> tuple[float, Row]:
         began = self._pause()

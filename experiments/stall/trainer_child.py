@@ -29,7 +29,7 @@ from jaxrl_sync.trainer.config import LossConfig, MeshConfig, OptimizerConfig, T
 from jaxrl_sync.trainer.step import build_step
 from jaxrl_sync.transfer.publisher import Publisher
 
-ROWS, SEQ_LEN = 2, 64
+ROWS, SEQ_LEN = 2, 16
 
 
 class BenchTrainer:
