@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import secrets
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,8 @@ from jaxrl_sync.sharding.presets.quantized import quantized_convert
 from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig
 from jaxrl_sync.transfer import auth
 from jaxrl_sync.transfer.config import SubscriberConfig
+from jaxrl_sync.transfer.files.config import FileSource
+from jaxrl_sync.transfer.files.reader import FileSubscriber
 from jaxrl_sync.transfer.hub.client import HubClient
 from jaxrl_sync.transfer.subscriber import Subscriber
 from jaxrl_sync.transfer.tls import ServerTls
@@ -70,6 +73,7 @@ class Spec:
     tokenizer: str | None
     tls: ServerTls | None
     metrics_open: bool
+    files: FileSource | None
 
     @property
     def name(self) -> str:
@@ -94,6 +98,7 @@ def run(
     tokenizer: str | None = None,
     tls: ServerTls | None = None,
     metrics_open: bool = False,
+    files: FileSource | None = None,
     stop: threading.Event,
     announce: Announce,
     record: Record,
@@ -102,11 +107,12 @@ def run(
 
     The engine's mesh is one axis over all devices of all its ranks. ``announce(url)`` is called once the
     first version serves (followers: ``announce()`` once they have joined). ``record`` gets timeline rows.
-    Blocks; drains on ``stop``. Raises UserError for what a user can mend; a rank without peer ends itself.
+    With ``files`` versions come from a file channel. Blocks; drains on ``stop``. Raises UserError for what a
+    user can mend; a rank without peer ends itself.
     """
     spec = Spec(
         engine, model, subscriber, dtype, swap_policy, auto_mode, hub_url, token_file, host, port, replica,
-        coordinator, tokenizer, tls, metrics_open,
+        coordinator, tokenizer, tls, metrics_open, files,
     )  # fmt: skip
     with _world(spec):
         mesh = Mesh(np.array(jax.devices()), ("tp",), axis_types=(AxisType.Auto,))
@@ -156,8 +162,16 @@ def _meet(mesh: Mesh) -> None:
     jax.block_until_ready(jax.jit(total)(np.float32(1)))
 
 
-def _subscribe(spec: Spec, mesh: Mesh, target: Any) -> Subscriber:
+def _subscribe(spec: Spec, mesh: Mesh, target: Any) -> Subscriber | FileSubscriber:
     convert = engine_convert(spec.model, spec.config, mesh.shape["tp"], spec.dtype)
+    if spec.files is not None:
+        config = spec.files.config
+        if config.size > 1:
+            number = np.int32(secrets.randbits(31))  # rank 0's: no other start of these ranks had it
+            shared = int(multihost_utils.broadcast_one_to_all(number))
+            config = dataclasses.replace(config, world=f"{spec.name}-{shared:08x}")
+        token_file = spec.token_file if spec.files.sealed else None
+        return FileSubscriber(spec.files.path, target, convert, token_file=token_file, config=config)
     return Subscriber(spec.hub_url, target, convert, token_file=spec.token_file, config=spec.subscriber)
 
 
@@ -169,7 +183,8 @@ def _lead(
         leader = _open_group(spec, token)
         if leader is not None:
             stack.callback(leader.close)
-        subscriber = stack.enter_context(_subscribe(spec, mesh, target))
+        subscriber = _subscribe(spec, mesh, target)
+        stack.callback(subscriber.close)
         engine = Engine(
             spec.config,
             spec.model,
@@ -227,7 +242,7 @@ def _open_server(
     spec: Spec,
     engine: Engine,
     updater: Updater,
-    subscriber: Subscriber,
+    subscriber: Subscriber | FileSubscriber,
     token: str,
     stack: contextlib.ExitStack,
 ) -> EngineServer:
@@ -275,7 +290,8 @@ def _follow(spec: Spec, mesh: Mesh, target: Any, token: str, announce: Announce,
     """Another rank: execute the leader's plans until it says stop."""
     with contextlib.ExitStack() as stack:
         port = int(multihost_utils.broadcast_one_to_all(np.int32(0)))
-        subscriber = stack.enter_context(_subscribe(spec, mesh, target))
+        subscriber = _subscribe(spec, mesh, target)
+        stack.callback(subscriber.close)
         shadow = Shadow(subscriber, record=record, timeout_s=spec.subscriber.timeout_s)
         stack.callback(shadow.close)
         stack.callback(subscriber.close)  # first: the shadow's thread may wait in it

@@ -23,10 +23,13 @@ from jaxrl_sync.inference.front import EngineState, SwapReport
 from jaxrl_sync.inference.pending import fail, settle
 from jaxrl_sync.inference.request import PauseMode
 from jaxrl_sync.transfer.errors import TransferError
+from jaxrl_sync.transfer.files.reader import FileSubscriber, FileUpdate
 from jaxrl_sync.transfer.subscriber import Prepared, Subscriber, Update
 from jaxrl_sync.transfer.version import Version
 
 T = TypeVar("T")
+AnySubscriber = Subscriber | FileSubscriber
+AnyUpdate = Update | FileUpdate
 SwapPolicy = Literal["approved", "auto"]
 """``approved``: a version is taken when somebody asks for it (push); ``auto``: when it is on offer (pull)."""
 FIRST_TIMEOUT_S = 3600.0
@@ -82,7 +85,7 @@ class Updater:
     def __init__(
         self,
         engine: Swappable,
-        subscriber: Subscriber,
+        subscriber: AnySubscriber,
         policy: SwapPolicy,
         *,
         record: Record,
@@ -95,7 +98,7 @@ class Updater:
         self._record, self._on_prepare = record, on_prepare
         self._requests: queue.SimpleQueue[_Request | None]
         self._requests = queue.SimpleQueue()
-        self._held: tuple[Update, Prepared] | None = None
+        self._held: tuple[AnyUpdate, Prepared] | None = None
         self._closing = threading.Event()
         self.ready = threading.Event()
         self.error: BaseException | None = None
@@ -219,7 +222,7 @@ class Updater:
                 if time.monotonic() > deadline:
                     raise SwapTimeoutError(what) from None
 
-    def _prepared_update(self, wanted: Version | None, deadline: float) -> tuple[Update, Prepared]:
+    def _prepared_update(self, wanted: Version | None, deadline: float) -> tuple[AnyUpdate, Prepared]:
         """An update that is verified in the shadow slot, prepared again as long as there is time."""
         if self._held is not None:
             if wanted is None or _serves(self._held[0].version, wanted):
@@ -248,7 +251,7 @@ class Updater:
         if held is not None:
             held[0].discard(reason)
 
-    def _prepare(self, update: Update, timeout_s: float) -> Prepared:
+    def _prepare(self, update: AnyUpdate, timeout_s: float) -> Prepared:
         self._on_prepare()
         t0 = time.time()
         prepared = update.prepare(timeout_s)
@@ -267,10 +270,10 @@ class Updater:
 class Shadow:
     """What a follower has prepared. ``prepare`` and ``take`` are called from different threads."""
 
-    def __init__(self, subscriber: Subscriber, *, record: Record, timeout_s: float = 60.0) -> None:
+    def __init__(self, subscriber: AnySubscriber, *, record: Record, timeout_s: float = 60.0) -> None:
         self._subscriber, self._record, self._timeout_s = subscriber, record, timeout_s
         self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._held: Update | None = None
+        self._held: AnyUpdate | None = None
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="shadow", daemon=True)
         self._thread.start()

@@ -79,6 +79,10 @@ def _dispatch(words: list[str]) -> int:
         from jaxrl_sync.transfer.verbs.cli import main as verbs_main
 
         return verbs_main(words[1:])
+    if words[:1] == ["replay"]:
+        from jaxrl_sync.transfer.files.cli import main as replay_main
+
+        return replay_main(words[1:])
     overrides, words = _split_overrides(words)
     options, rest = _parser().parse_known_args(words)
     rest = [*overrides, *rest]
@@ -142,6 +146,11 @@ def _parser() -> argparse.ArgumentParser:
     gguf.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     commands.add_parser(
         "plan", help="explain layouts and transfer plans (has its own --help)", add_help=False
+    )
+    commands.add_parser(
+        "replay",
+        help="versions of a file channel: list, verify, restore (has its own --help)",
+        add_help=False,
     )
     commands.add_parser("verbs", help="show RDMA devices and the choice (has its own --help)", add_help=False)
     return parser

@@ -22,6 +22,8 @@ def check(config: RunConfig) -> None:
     _check_adapters(config)
     _check_files(config)
     _check_hub(config)
+    if config.sync.transport == "file" and config.sync.file.path is None:
+        raise ConfigError("sync.transport='file' needs sync.file.path, found none")
 
 
 def _check_hub(config: RunConfig) -> None:

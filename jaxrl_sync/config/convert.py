@@ -105,7 +105,7 @@ def to_publisher(config: RunConfig) -> PublisherConfig:
 
     s = config.sync
     return PublisherConfig(
-        transport=s.transport,
+        transport="auto" if s.transport == "file" else s.transport,
         host=config.run.host,
         threads=s.threads,
         keep_versions=s.keep_versions,
@@ -128,7 +128,7 @@ def to_subscriber(config: RunConfig, replica: int, rank: int) -> SubscriberConfi
         engine=f"engine-{replica}",
         rank=rank,
         size=config.engine.processes,
-        transport=s.transport,
+        transport="auto" if s.transport == "file" else s.transport,
         slots=s.slots,
         connections=s.tcp.connections,
         threads=s.threads,

@@ -392,6 +392,21 @@ class SparseTable(Section):
     """Versions after which an engine counts the digests over every weight again."""
 
 
+class FileTable(Section):
+    """A folder as a channel of versions; docs/files.md."""
+
+    path: str | None = None
+    """Where it is, from the run directory on if not absolute. With another ``transport`` the trainer writes
+    it as well, for engines elsewhere, for late ones and for ``jaxrl-sync replay``."""
+    sealed: bool = True
+    """Sealed with the run token: who can write the folder but lacks the token can't pass weights off."""
+    anchor_every: Positive = 16
+    """Versions between two that are stored whole."""
+    keep: Positive = 4
+    """Newest versions that stay, beside pinned ones and those that somebody reads."""
+    fsync: bool = True
+
+
 class SyncSection(Section):
     """When engines take new weights, and how those travel; docs/modes.md."""
 
@@ -399,7 +414,7 @@ class SyncSection(Section):
     """Without it as ``loop.staleness_bound`` says: 0 is sync, more is async."""
     initiator: Literal["push", "pull"] = "push"
     """Who starts a round: the loop asks every engine (push), or engines take what they see (pull)."""
-    transport: Literal["auto", "shm", "verbs", "tcp"] = "auto"
+    transport: Literal["auto", "shm", "verbs", "tcp", "file"] = "auto"
     payload: Literal["full", "sparse", "bitmap", "auto"] = "auto"
     """auto: what changed, where that takes less time than everything (never over shared memory)."""
     every_steps: Positive = 1
@@ -422,6 +437,7 @@ class SyncSection(Section):
     sparse: SparseTable = SparseTable()
     tcp: TcpTable = TcpTable()
     verbs: VerbsTable = VerbsTable()
+    file: FileTable = FileTable()
 
 
 class RunConfig(Section):

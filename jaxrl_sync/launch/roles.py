@@ -111,6 +111,7 @@ def _run_hub(context: ProcessContext) -> None:
 
 def _run_engine(context: ProcessContext) -> None:
     from jaxrl_sync.config.convert import to_decoder, to_engine, to_subscriber
+    from jaxrl_sync.config.file_channel import to_file_source
     from jaxrl_sync.inference.process import run as run_engine
 
     config = context.config
@@ -132,6 +133,7 @@ def _run_engine(context: ProcessContext) -> None:
             tokenizer=config.model.tokenizer,
             tls=server_tls(config, context.run_dir),
             metrics_open=config.hub.metrics_open,
+            files=to_file_source(config, context.run_dir, context.rank),
             stop=context.stop,
             announce=context.announce,
             record=timeline.record,

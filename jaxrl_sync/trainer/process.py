@@ -14,14 +14,14 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxrl_sync.batch.connection import Ack, BatchReceiver, TrainerState
 from jaxrl_sync.batch.frame import BatchFrame, BatchHeader
-from jaxrl_sync.config.convert import to_decoder, to_engine, to_publisher
+from jaxrl_sync.config.convert import to_decoder, to_engine
 from jaxrl_sync.config.process import PeerError, ProcessContext, Timeline
 from jaxrl_sync.inference.checkpoint import load_trainer
 from jaxrl_sync.inference.probe import STAMP, source_shape
@@ -33,6 +33,7 @@ from jaxrl_sync.trainer.axes import Tree, make_mesh, replicated
 from jaxrl_sync.trainer.checkpoint import Checkpoints, Meta
 from jaxrl_sync.trainer.config import OptimizerConfig, validate_loss
 from jaxrl_sync.trainer.density import DensityLog
+from jaxrl_sync.trainer.publishing import Publishes, open_publishers
 from jaxrl_sync.trainer.settings import loss_config, trainer_config
 from jaxrl_sync.trainer.sft import supervised
 from jaxrl_sync.trainer.state import TrainState
@@ -41,7 +42,6 @@ from jaxrl_sync.trainer.trainer import Trainer
 from jaxrl_sync.trainer.world import World, WorldError
 from jaxrl_sync.transfer import auth
 from jaxrl_sync.transfer.hub.client import HubClient, Lease
-from jaxrl_sync.transfer.publisher import Publisher
 from jaxrl_sync.transfer.version import Version, new_lineage
 
 logger = logging.getLogger("jaxrl_sync.trainer")
@@ -50,12 +50,6 @@ _WAIT_S = 0.5
 
 Source = Callable[[int], Tree]
 """From a version number to the tree that is published under it."""
-
-
-class Publishes(Protocol):
-    """What the loop needs of ``transfer.Publisher``."""
-
-    def publish(self, tree: Tree, version: Version) -> Any: ...
 
 
 def run(context: ProcessContext) -> None:
@@ -183,15 +177,8 @@ def _serve(
         config.engine.processes * config.engine.devices,
         config.engine.dtype,
     )
-    publisher = stack.enter_context(
-        Publisher(
-            hub_url,
-            Layout.of(source(meta.version.number)),
-            token_file=context.token_file,
-            config=to_publisher(config),
-            convert=convert,
-        )
-    )
+    layout = Layout.of(source(meta.version.number))
+    publisher = open_publishers(context, stack, hub_url, layout, convert, meta.version.lineage)
     loop = Loop(world, trainer, publisher, source, checkpoints, timeline, meta, config.sync.every_steps)
     if config.sync.density_every_steps:
         path = context.run_dir / "density.jsonl"

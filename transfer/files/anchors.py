@@ -1,8 +1,8 @@
 """Anchors: a whole version as a folder that orbax restores, written without orbax.
 
 The layout is orbax's with ``use_ocdbt=False``: per tensor a folder with zarr metadata and one file per chunk,
-plain row-major bytes, so numpy, zarr and tensorstore read it too. A chunk is a box (see `stored`). Orbax takes
-a folder for a checkpoint once ``_METADATA`` is there, which is written last.
+plain row-major bytes, so numpy, zarr and tensorstore read it too. A chunk is a box (see `stored`). Orbax
+takes a folder for a checkpoint once ``_METADATA`` is there, which is written last.
 """
 
 from __future__ import annotations

@@ -87,3 +87,12 @@ class FileReaderConfig:
         for name in ("poll_s", "timeout_s", "lease_ttl_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}, expected more than 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class FileSource:
+    """Where an engine reads its weights; ``sealed``: with the run token."""
+
+    path: str
+    sealed: bool
+    config: FileReaderConfig

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import logging
 import secrets
 import threading
 from collections.abc import Iterable
@@ -20,6 +22,8 @@ from jaxrl_sync.transfer.version import Version
 
 MAX_LEASE_BYTES = 1 << 20
 MAX_TTL_S = 3600.0
+
+logger = logging.getLogger("jaxrl_sync.transfer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +44,16 @@ class ReaderLease:
         self._id = secrets.token_hex(8)
         self._number = 0
         self._name: str | None = None
+        self._warned = False
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="file-lease", daemon=True)
         self._thread.start()
 
     def hold(self, manifests: Iterable[Manifest]) -> None:
-        """Cover these versions and nothing else. ChannelError when the folder can't be written."""
+        """Cover these versions and nothing else. A folder that is read-only here is read without a lease:
+        what is collected meanwhile is then found missing.
+        """
         held = list(manifests)
         value = {
             "ttl_s": self._ttl_s,
@@ -57,7 +64,14 @@ class ReaderLease:
             before = self._name
             self._number += 1
             self._name = f"{self._id}-{self._number}"
-            self._folder.commit(self._name, self._seal.document("lease", value), sync=False)
+            try:
+                self._folder.commit(self._name, self._seal.document("lease", value), sync=False)
+            except OSError as error:
+                if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                    raise
+                if not self._warned:
+                    logger.warning("%s can't be written: read without a lease", self._folder.where)
+                self._name, self._warned = None, True
             if before is not None:
                 self._folder.remove(before)
 

@@ -1,0 +1,102 @@
+"""How the trainer's versions get out: through the hub to engines, into a folder, or both."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+
+from jaxrl_sync.config.convert import to_publisher
+from jaxrl_sync.config.file_channel import channel_path, to_file_writer
+from jaxrl_sync.config.process import ProcessContext
+from jaxrl_sync.sharding.layout import Layout
+from jaxrl_sync.trainer.axes import Tree
+from jaxrl_sync.transfer.files.announcing import Announcer
+from jaxrl_sync.transfer.files.writer import FilePublisher
+from jaxrl_sync.transfer.publisher import Publisher
+from jaxrl_sync.transfer.version import Version
+
+logger = logging.getLogger("jaxrl_sync.trainer")
+
+
+class Publishes(Protocol):
+    """What the loop needs of ``transfer.Publisher``."""
+
+    def publish(self, tree: Tree, version: Version) -> Any: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Everywhere:
+    """Publishes through each of several, in order."""
+
+    publishers: tuple[Publishes, ...]
+
+    def publish(self, tree: Tree, version: Version) -> None:
+        """To all of them; returns once the tree may be donated."""
+        for publisher in self.publishers:
+            publisher.publish(tree, version)
+
+
+def open_publishers(
+    context: ProcessContext,
+    stack: contextlib.ExitStack,
+    hub_url: str,
+    source: Layout,
+    convert: Callable[[Any], Any],
+    world: str,
+) -> Publishes:
+    """What the config asks for; ``stack`` closes it. ``world`` is a text that the ranks share."""
+    config = context.config
+    path = channel_path(config, context.run_dir)
+    if config.sync.transport != "file":
+        live = Publisher(
+            hub_url, source, token_file=context.token_file, config=to_publisher(config), convert=convert
+        )
+        stack.enter_context(live)
+        if path is None:
+            return live
+        return Everywhere((live, _open_files(context, stack, path, source, convert, world, None)))
+    assert path is not None  # checked with the config
+    announcer = Announcer(
+        hub_url,
+        context.token_file,
+        model="policy",
+        nbytes=source.total_bytes,
+        rank=jax.process_index(),
+        size=jax.process_count(),
+        ttl_s=config.hub.ttl_s,
+        timeout_s=config.run.start_timeout_s,
+    )
+    stack.enter_context(announcer)
+    return _open_files(context, stack, path, source, convert, world, announcer.announce)
+
+
+def _open_files(
+    context: ProcessContext,
+    stack: contextlib.ExitStack,
+    path: Path,
+    source: Layout,
+    convert: Callable[[Any], Any],
+    world: str,
+    on_committed: Callable[[Version], None] | None,
+) -> FilePublisher:
+    config = context.config
+    files = FilePublisher(
+        path,
+        source,
+        token_file=context.token_file if config.sync.file.sealed else None,
+        config=to_file_writer(config),
+        convert=convert,
+        world=world,
+        on_committed=on_committed,
+    )
+    stack.enter_context(files)
+    stack.callback(
+        files.drain, config.run.grace_s / 2
+    )  # the last version is the one that is looked for later
+    return files
