@@ -89,14 +89,14 @@ class Looker:
 
 def show(looker: Looker, *, as_json: bool, watch_s: float | None, out: TextIO | None = None) -> None:
     """Print one look, or one every ``watch_s`` seconds until interrupted (JSON: one line each)."""
-    out = out or sys.stdout
+    to = sys.stdout if out is None else out
     for _ in _beats(watch_s):
         found = looker.look()
         if as_json:
             text = json.dumps(found, indent=None if watch_s else 2)
         else:
-            text = (CLEAR if watch_s and out.isatty() else "") + describe(found)
-        print(text, file=out, flush=True)
+            text = (CLEAR if watch_s and to.isatty() else "") + describe(found)
+        print(text, file=to, flush=True)
 
 
 def _beats(watch_s: float | None) -> Iterator[None]:

@@ -23,6 +23,7 @@ STATES = {
     "failed": "#c0392b",
     "unknown": "#6d6d6d",
 }
+PUBLISH = "#3b6ea8"
 PHASES = ("export", "pack", "encode", "queue", "wire", "verify", "apply", "swap")
 """Phases of an edge; commit is the whole time from the announcement to the swap."""
 
@@ -46,7 +47,7 @@ def rounds(run: RunData) -> Figure | None:
     axes.set_xlabel(f"seconds; the last {len(drawn)} rounds")
     seen = [state for state in STATES if any(row["state"] == state for row in drawn)]
     handles = [Patch(color=STATES[state], label=state) for state in seen]
-    handles += [Patch(color="#e2a33c", label="publish"), Patch(color="black", label="swap pause")]
+    handles += [Patch(color=PUBLISH, label="publish"), Patch(color="black", label="swap pause")]
     axes.legend(
         handles=handles, ncols=len(handles), loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False
     )
@@ -88,24 +89,28 @@ def _spans(axes: Axes, run: RunData, lanes: Mapping[str, int], origin: float, en
             lane = lanes.get(process.partition(".")[0] if swap else process.rpartition("-")[0])
             if lane is not None:
                 start, width = float(row["t0"]) - origin, max(float(row["t1"]) - float(row["t0"]), 2e-3)
-                color = "black" if swap else "#e2a33c"
+                color = "black" if swap else PUBLISH
                 axes.broken_barh([(start, width)], (lane - 0.4, 0.8), facecolors=color)
 
 
 def _phases(axes: Axes, edges: Iterable[Row]) -> None:
-    """Median seconds of each phase, by transport and payload."""
+    """Median seconds of each phase, by transport and payload; a phase that takes none is left out."""
     groups: dict[str, list[Row]] = collections.defaultdict(list)
     for row in edges:
-        groups[f"{row.get('transport')}\n{row.get('payload')}"].append(row)
-    names = sorted(groups)
-    base = [0.0] * len(names)
-    for phase in PHASES:
-        key = f"seconds_{phase}"
-        heights = [1e3 * statistics.median(float(row.get(key, 0.0)) for row in groups[n]) for n in names]
-        axes.bar(names, heights, bottom=base, label=phase, width=0.6)
-        base = [b + h for b, h in zip(base, heights, strict=True)]
-    axes.set_ylabel("ms per edge, medians")
-    axes.tick_params(axis="x", labelsize=7)
+        groups[f"{row.get('transport')}, {row.get('payload')}"].append(row)
+    for name in sorted(groups):
+        medians = [statistics.median(_seconds(row, phase) for row in groups[name]) for phase in PHASES]
+        points = [(seconds, n) for n, seconds in enumerate(medians) if seconds > 0]
+        axes.plot([x for x, _ in points], [y for _, y in points], "o", label=name, alpha=0.8)
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(PHASES)), PHASES)
+    axes.set_ylim(len(PHASES) - 0.5, -0.5)
+    axes.set_xlabel("seconds per edge, medians")
+    axes.grid(axis="x", alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    if names:
-        axes.legend(fontsize=6, frameon=False)
+    if groups:
+        axes.legend(fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1))
+
+
+def _seconds(row: Row, phase: str) -> float:
+    return float(row.get(f"seconds_{phase}", 0.0))
