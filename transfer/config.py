@@ -74,8 +74,8 @@ class SubscriberConfig:
 
     ``site`` names the place that an engine stands at ("": the trainer's); engines of one site take from each
     other. A ``reliable`` engine counts as a holder of versions, one that may vanish doesn't. With ``relay``
-    this rank serves what it holds to others, listening on ``host``; a slot that they read is waited for
-    ``drain_s`` before it gets new memory.
+    this rank serves what it holds to others, listening on ``host``, in chunks of ``chunk_bytes``; a slot that
+    they read is waited for ``drain_s`` before it gets new memory.
     """
 
     engine: str = "engine-0"
@@ -97,6 +97,7 @@ class SubscriberConfig:
     reliable: bool = True
     relay: bool = False
     host: str = "127.0.0.1"
+    chunk_bytes: int = 1 << 20
     drain_s: float = 2.0
 
     def __post_init__(self) -> None:
@@ -107,6 +108,8 @@ class SubscriberConfig:
             raise ValueError(f"rank={self.rank}, expected 0 to {self.size - 1}")
         if self.slots < 1:
             raise ValueError(f"slots={self.slots}, expected at least 1")
+        if not 4096 <= self.chunk_bytes <= 64 << 20:
+            raise ValueError(f"chunk_bytes={self.chunk_bytes}, expected 4096 to 64 MiB")
         if self.drain_s < 0:
             raise ValueError(f"drain_s={self.drain_s}, expected at least 0")
         if not 1 <= self.connections <= 16:

@@ -61,6 +61,7 @@ class Relay:
             host=config.host,
             threads=config.threads,
             verify=config.verify,
+            chunk_bytes=config.chunk_bytes,
             timeout_s=config.timeout_s,
             handshake_timeout_s=config.handshake_timeout_s,
             hub_timeout_s=config.hub_timeout_s,

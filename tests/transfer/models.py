@@ -58,7 +58,8 @@ class Rig:
         first: int = 4,
         **options: Any,
     ) -> Subscriber:
-        config = SubscriberConfig(**{"engine": engine, "transport": transport, "ttl_s": 2.0, **options})
+        options = {"ttl_s": 2.0, "chunk_bytes": 4096, **options}
+        config = SubscriberConfig(engine=engine, transport=transport, **options)
         return Subscriber(
             self._hub.url,
             engine_target(first) if target is None else target,

@@ -49,7 +49,8 @@ def big_config(options: dict[str, Any]) -> Any:
     from tests.transfer import models
 
     vocab = options.get("vocab", models.CONFIG.vocab_size)
-    return dataclasses.replace(models.CONFIG, vocab_size=vocab)
+    layers = options.get("layers", models.CONFIG.num_layers)
+    return dataclasses.replace(models.CONFIG, vocab_size=vocab, num_layers=layers)
 
 
 def verbs_of(options: dict[str, Any]) -> Any:
@@ -125,7 +126,10 @@ def trainer(options: dict[str, Any]) -> None:
     step = jax.jit(lambda p: jax.tree.map(lambda x: x * 1.01 + 0.001, p), donate_argnums=0)
     wanted = jax.jit(lambda p: qwen3.convert(p, config, 2, jnp.bfloat16))
     settings = PublisherConfig(
-        transport=options.get("transport", "auto"), ttl_s=options.get("ttl_s", 2.0), verbs=verbs_of(options)
+        transport=options.get("transport", "auto"),
+        ttl_s=options.get("ttl_s", 2.0),
+        verbs=verbs_of(options),
+        **options.get("config", {}),
     )
     halt, tickets = Halt(), {}
     signal.signal(signal.SIGUSR1, lambda *_: halt.go_on.set())
@@ -161,14 +165,21 @@ def bits(tree: Any) -> str:
     return total.hexdigest()
 
 
-def answer_slots(subscriber: Any) -> None:
-    """For each line on stdin: sha256 of the memory of every slot."""
-    for _ in sys.stdin:
-        say(slots=[hashlib.sha256(slot.memory.data).hexdigest() for slot in subscriber._slots])
+def obey(subscriber: Any, halt: Halt) -> None:
+    """An engine's stdin: {"halt": ENGINE} as a trainer's, {"stats": 1}, else sha256 of each slot."""
+    for line in sys.stdin:
+        command = json.loads(line)
+        if "halt" in command:
+            halt.arm(command["halt"])
+            say(armed=command["halt"])
+        elif "stats" in command:
+            say(**subscriber.stats())
+        else:
+            say(slots=[hashlib.sha256(slot.memory.data).hexdigest() for slot in subscriber._slots])
 
 
 def engine(options: dict[str, Any]) -> None:
-    """Takes every version that it is offered and tells the digest; {"slots": 1} asks what all slots hold."""
+    """Takes every version that it is offered and tells the digest; commands: see ``obey``."""
     import jax.numpy as jnp
 
     from jaxrl_sync.sharding.presets import qwen3
@@ -187,11 +198,14 @@ def engine(options: dict[str, Any]) -> None:
         timeout_s=options.get("timeout_s", 10.0),
         ttl_s=options.get("ttl_s", 2.0),
         verbs=verbs_of(options),
+        **options.get("config", {}),
     )
+    halt = Halt()
+    signal.signal(signal.SIGUSR1, lambda *_: halt.go_on.set())
     convert = lambda p: qwen3.convert(p, config, 2, jnp.bfloat16)  # noqa: E731
     target = qwen3.engine_abstract(config, grid)
     with Subscriber(options["hub"], target, convert, token_file=options["token"], config=settings) as sub:
-        threading.Thread(target=answer_slots, args=(sub,), daemon=True).start()
+        threading.Thread(target=obey, args=(sub, halt), daemon=True).start()
         say(ready=os.getpid())
         while True:
             update = sub.poll(timeout_s=60)
@@ -205,7 +219,14 @@ def engine(options: dict[str, Any]) -> None:
                 continue
             tree = update.swap()
             value = bits(tree) if options.get("size", 1) == 1 else shard_bits(tree, options["rank"])
-            say(installed=str(update.version), digest=value, transport=report.transport)
+            say(
+                installed=str(update.version),
+                digest=value,
+                transport=report.transport,
+                source=report.source,
+                nbytes=report.nbytes,
+                resumed_bytes=report.resumed_bytes,
+            )
 
 
 if __name__ == "__main__":

@@ -61,7 +61,8 @@ class ShmSender:
             self._forget(name)
         views = self._open[segment["name"]][1]
         pinned = sources if isinstance(sources, Pinned) else Pinned(dict(sources))
-        for paths, piece in self._pieces_of(ready.get("parts"), flow.have):
+        self._pieces = self._pieces_of(ready.get("parts"), flow.have)
+        for paths, piece in self._pieces:
             flow.gate(paths)
             self._copy(piece, pinned, views, deadline)
             flow.arrived(paths)
