@@ -26,7 +26,7 @@ from jaxrl_sync.transfer import auth, clean
 from jaxrl_sync.transfer.errors import ProtocolError, TransferError
 from jaxrl_sync.transfer.reception import Reception
 from jaxrl_sync.transfer.refusals import Refusals
-from jaxrl_sync.transfer.wire import Connection, dial, listen
+from jaxrl_sync.transfer.wire import Connection, dial, is_loopback, listen
 
 ALIVE_S = 1.0
 SILENCE_S = 4.0
@@ -106,6 +106,8 @@ class Leader:
     def __init__(self, name: str, token: str, host: str, size: int, on_death: OnDeath = die) -> None:
         self._name, self._token, self._size, self._on_death = name, token, size, on_death
         self._listener = listen(host)
+        if not is_loopback(host):
+            log.warning("%s LEADS ITS RANKS UNENCRYPTED ON %s", name, host)
         self._links: dict[int, _Link] = {}
         self._arrived = threading.Condition()
 

@@ -228,6 +228,7 @@ class Publisher:
         with self._lock:
             counters = {**dataclasses.asdict(self._stats), "links": len(self._listening.links)}
         counters["copied_bytes"] = self._retained.copied_bytes
+        counters["refused"] = sum(self._listening.refused.values())
         return {**counters, **self.chains.stats()}
 
     # The hub.

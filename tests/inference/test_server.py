@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from jaxrl_sync.inference import http_shell
 from jaxrl_sync.inference.chat import chat_format
@@ -104,6 +105,7 @@ def generate_body(request_id: str, **sampling: Any) -> dict[str, Any]:
         ("POST", "/release"),
         ("GET", "/stats"),
         ("GET", "/v1/models"),
+        ("GET", "/metrics"),
         ("POST", "/v1/completions"),
         ("POST", "/v1/chat/completions"),
         ("GET", "/no/such/call"),
@@ -135,6 +137,23 @@ def test_refused_peer_is_logged_once(engine: Engine, caplog: pytest.LogCaptureFi
     assert [r.getMessage() for r in caplog.records if "refused" in r.getMessage()] == [
         "engine-0 refused 127.0.0.1: /stats: no run token (logged once in 600 s)"
     ]
+
+
+def test_metrics_tell_what_stats_tell(http: httpx.Client) -> None:
+    http.post("/generate", json=generate_body("m1"))
+    stats = http.get("/stats").json()
+    answer = http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    found = {
+        (s.name, s.labels.get("state", "")): s.value
+        for family in text_string_to_metric_families(answer.text)
+        for s in family.samples
+    }
+    assert found["jaxrl_sync_engine_tokens_total", ""] == stats["tokens_generated"] > 0
+    assert found["jaxrl_sync_engine_slots", ""] == stats["slots"]
+    assert found["jaxrl_sync_engine_version_number", ""] == stats["version"]["number"]
+    assert [found["jaxrl_sync_engine_state", s] for s in ("ready", "paused", "poisoned")] == [1, 0, 0]
+    assert len(found) >= 14
 
 
 # The loop's calls.

@@ -277,6 +277,20 @@ def test_a_member_can_not_store_a_file_in_the_directory(hub: ServerThread, token
     assert answer.status_code == 400 and "info" in answer.json()["message"]
 
 
+@pytest.mark.parametrize("secure", [False, True])
+def test_listeners_for_everyone_are_loud_unless_they_speak_tls(
+    token_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, secure: bool
+) -> None:
+    own = tls.of_run(tmp_path) if secure else None
+    stop = threading.Event()
+    run_hub("0.0.0.0", 0, token_file, stop=stop, announce=lambda url: stop.set(), tls=own)
+    token = auth.load_token(token_file)
+    with running_engine(token, ServerConfig(host="0.0.0.0", tls=own, name="e7")):
+        pass
+    loud = [r.getMessage() for r in caplog.records if "WITHOUT TLS" in r.getMessage()]
+    assert [line.split(" LISTENS")[0] for line in loud] == ([] if secure else ["THE HUB", "e7"])
+
+
 # TLS.
 
 
