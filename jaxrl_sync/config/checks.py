@@ -22,8 +22,18 @@ def check(config: RunConfig) -> None:
     _check_adapters(config)
     _check_files(config)
     _check_hub(config)
+    _check_fleet(config)
     if config.sync.transport == "file" and config.sync.file.path is None:
         raise ConfigError("sync.transport='file' needs sync.file.path, found none")
+
+
+def _check_fleet(config: RunConfig) -> None:
+    sync, replicas = config.sync, config.engine.replicas
+    if len(sync.sites) > replicas:
+        raise ConfigError(f"sync.sites names {len(sync.sites)} replicas, engine.replicas={replicas}")
+    beyond = [n for n in sync.spot if n >= replicas]
+    if beyond:
+        raise ConfigError(f"sync.spot has replica {beyond[0]}, expected 0 to {replicas - 1}")
 
 
 def _check_hub(config: RunConfig) -> None:

@@ -116,6 +116,10 @@ def to_publisher(config: RunConfig) -> PublisherConfig:
         ttl_s=config.hub.ttl_s,
         verbs=to_verbs(config),
         payload=to_payload(config),
+        fanout=s.fanout,
+        fanout_degree=s.fanout_degree,
+        site=s.site,
+        offload_limit_bytes=None if s.offload_limit_mb is None else s.offload_limit_mb << 20,
     )
 
 
@@ -138,4 +142,8 @@ def to_subscriber(config: RunConfig, replica: int, rank: int) -> SubscriberConfi
         hub_timeout_s=config.run.start_timeout_s,
         ttl_s=config.hub.ttl_s,
         verbs=to_verbs(config),
+        site=s.sites[replica] if replica < len(s.sites) else s.site,
+        reliable=replica not in s.spot,
+        relay=s.relay or s.fanout != "star" or len({s.site, *s.sites}) > 1,
+        host=config.run.host,
     )

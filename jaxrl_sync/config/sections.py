@@ -428,7 +428,24 @@ class SyncSection(Section):
     slots: Annotated[int, Field(ge=2, le=8)] = 2
     """Whole versions that an engine has room for: the serving one and the shadow."""
     keep_versions: Positive = 1
-    """Published versions that the trainer keeps for late engines."""
+    """Published versions that the trainer keeps for late engines, beside those that an evaluation pinned."""
+    offload_limit_mb: Annotated[int, Field(ge=0)] | None = None
+    """Host memory of a trainer process for copies of pinned versions; where it is full, publishing waits.
+    Without it any."""
+    fanout: Literal["star", "chain", "tree"] = "star"
+    """Whom engines take from: the trainer, or each other along a chain or a tree, while still receiving."""
+    fanout_degree: Annotated[int, Field(ge=1, le=1024)] = 2
+    """How many an engine serves at a time in a tree."""
+    relay: bool = False
+    """Engines serve what they hold, so that a late one gets it without the trainer. Always with a chain, a
+    tree or several sites."""
+    site: str = ""
+    """Where the trainer stands."""
+    sites: Names = ()
+    """Where the engine replicas stand, in their order, at ``site`` if left out. One of each site takes from
+    outside, the others from it."""
+    spot: Annotated[tuple[NonNegative, ...], Field(strict=False)] = ()
+    """Engine replicas that may vanish at any time: they never count as the last copy of a version."""
     threads: Positive = 1
     """Threads that pack and scatter."""
     timeout_s: Seconds = 60.0

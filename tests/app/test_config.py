@@ -280,6 +280,34 @@ def test_the_command_line_and_the_config_load_no_jax() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_fleet_settings_reach_both_sides() -> None:
+    alone = load(ADDITION, {})
+    assert to_publisher(alone).fanout == "star" and not to_subscriber(alone, 0, 0).relay
+    wanted = {
+        "engine.replicas": 3,
+        "sync.fanout": "tree",
+        "sync.fanout_degree": 3,
+        "sync.site": "home",
+        "sync.sites": ["home", "far"],
+        "sync.spot": [2],
+        "sync.offload_limit_mb": 5,
+    }
+    config = load(ADDITION, wanted)
+    publisher = to_publisher(config)
+    assert (publisher.fanout, publisher.fanout_degree, publisher.site) == ("tree", 3, "home")
+    assert publisher.offload_limit_bytes == 5 << 20
+    engines = [to_subscriber(config, replica, 0) for replica in range(3)]
+    assert [(e.site, e.reliable, e.relay) for e in engines] == [
+        ("home", True, True),
+        ("far", True, True),
+        ("home", False, True),
+    ]
+    with pytest.raises(ConfigError, match="sync.sites"):
+        load(ADDITION, wanted | {"sync.sites": ["a", "b", "c", "d"]})
+    with pytest.raises(ConfigError, match="sync.spot"):
+        load(ADDITION, wanted | {"sync.spot": [3]})
+
+
 def test_verbs_settings_reach_both_sides(tmp_path: Path) -> None:
     wanted = {
         "sync.transport": "verbs",
