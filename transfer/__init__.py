@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from jaxrl_sync.transfer.config import SubscriberConfig as SubscriberConfig
     from jaxrl_sync.transfer.errors import TransferError as TransferError
     from jaxrl_sync.transfer.hub.client import HubClient as HubClient
+    from jaxrl_sync.transfer.hub.local import LocalHub as LocalHub
+    from jaxrl_sync.transfer.hub.local import find_hub as find_hub
     from jaxrl_sync.transfer.hub.server import run_hub as run_hub
+    from jaxrl_sync.transfer.latest import take_latest as take_latest
     from jaxrl_sync.transfer.outcome import Outcome as Outcome
     from jaxrl_sync.transfer.outcome import Ticket as Ticket
     from jaxrl_sync.transfer.publisher import Publisher as Publisher
@@ -25,7 +28,10 @@ _HOME = {
     "SubscriberConfig": "config",
     "TransferError": "errors",
     "HubClient": "hub.client",
+    "LocalHub": "hub.local",
+    "find_hub": "hub.local",
     "run_hub": "hub.server",
+    "take_latest": "latest",
     "Outcome": "outcome",
     "Ticket": "outcome",
     "Publisher": "publisher",
