@@ -105,22 +105,23 @@ class EngineServer:
         tls = self._config.tls
         context = tls.context() if tls is not None else None
         self._refusals = Refusals(log, self._config.name)
-        self._socket = listen(self._config.host, self._config.port)
+        listener = listen(self._config.host, self._config.port)
         if tls is None and not wire.is_loopback(self._config.host):
             log.warning(
                 "%s LISTENS ON %s WITHOUT TLS: WHO CAN READ THAT NETWORK LEARNS THE RUN TOKEN (see hub.tls)",
                 self._config.name,
                 self._config.host,
             )
-        self._address: tuple[str, int] = self._socket.getsockname()[:2]
+        self._address: tuple[str, int] = listener.getsockname()[:2]
         self._calls = _Calls(front, self._config, openai, swap, extra_stats, self._refusals)
         public = ("/health", "/metrics") if self._config.metrics_open else ("/health",)
         app = Guard(
             _application(self._calls), token=token, deny=denied, refusals=self._refusals, public=public
         )
-        self._uvicorn = impatient.server(
+        self._uvicorn, self._socket = impatient.server(
             app,
             self._refusals,
+            listener,
             tls=context,
             lifespan="off",
             timeout_graceful_shutdown=5,

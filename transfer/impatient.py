@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
+import socket
 import ssl
 from collections.abc import Callable
 from typing import Any
@@ -26,13 +29,49 @@ _LOGGER = logging.getLogger("jaxrl_sync.http")
 _LOGGER.setLevel(logging.ERROR)
 
 
+class Door(socket.socket):
+    """A listening socket whose connections are in a lobby from the moment that they are accepted: before
+    their TLS handshake, and so before any protocol knows of them. Takes the descriptor of ``listener``."""
+
+    def __init__(self, listener: socket.socket, lobby: Lobby) -> None:
+        super().__init__(fileno=listener.detach())
+        self._lobby = lobby
+        self._numbers: dict[Any, int] = {}
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """The next connection."""
+        connection, address = super().accept()
+        self._numbers[address[:2]] = self._lobby.enter(address[0], functools.partial(_end, connection))
+        while len(self._numbers) > 2 * self._lobby.most:  # of those that never got through a handshake
+            del self._numbers[next(iter(self._numbers))]
+        return connection, address
+
+    def number(self, peer: tuple[str, int]) -> int | None:
+        """The number that the connection from ``peer`` has in the lobby; tells it once."""
+        return self._numbers.pop(peer, None)
+
+
+def _end(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has ended by itself
+        connection.shutdown(socket.SHUT_RDWR)
+
+
 def server(
-    app: ASGIApp, refusals: Refusals, *, tls: ssl.SSLContext | None = None, **settings: Any
-) -> uvicorn.Server:
-    """A uvicorn server that believes no header about who calls, ends who dawdles, speaks TLS with ``tls``."""
-    own = {"lobby": Lobby(MAX_UNPROVEN), "refusals": refusals}
+    app: ASGIApp,
+    refusals: Refusals,
+    listener: socket.socket,
+    *,
+    tls: ssl.SSLContext | None = None,
+    **settings: Any,
+) -> tuple[uvicorn.Server, Door]:
+    """A uvicorn server that believes no header about who calls, ends who dawdles, speaks TLS with ``tls``;
+    and the socket that it must be given in place of ``listener``."""
+    lobby = Lobby(MAX_UNPROVEN)
+    door = Door(listener, lobby)
+    own = {"lobby": lobby, "door": door, "refusals": refusals}
     config = uvicorn.Config(
         app,
+        loop="asyncio",  # it accepts by calling the door
         http=type("Impatient", (ImpatientProtocol,), own),
         ws="none",
         log_config=None,
@@ -45,7 +84,7 @@ def server(
     )
     config.load()
     config.ssl = tls
-    return uvicorn.Server(config)
+    return uvicorn.Server(config), door
 
 
 class ImpatientProtocol(H11Protocol):
@@ -54,6 +93,7 @@ class ImpatientProtocol(H11Protocol):
     answer stand for ``SEND_DEADLINE_S``. Until it has proven the token it waits in the ``lobby``."""
 
     lobby: Lobby
+    door: Door
     refusals: Refusals
     _stalled: asyncio.TimerHandle | None = None
     _leave: Callable[[], None] | None = None
@@ -63,9 +103,9 @@ class ImpatientProtocol(H11Protocol):
         super().connection_made(transport)
         self.logger = _LOGGER  # uvicorn's own writes a line for every request that is none
         self._headers_due = self.loop.call_later(HEADERS_DEADLINE_S, self._end_idle)
-        address = self._address()
-        number = self.lobby.enter(address, transport.abort)
-        self._leave = lambda: self.lobby.leave(address, number)
+        number = self.door.number(self.client) if self.client is not None else None
+        if number is not None:
+            self._leave = functools.partial(self.lobby.leave, self._address(), number)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is due any more."""

@@ -396,15 +396,18 @@ def run_hub(
         public = ("/health", "/metrics") if metrics_open else ("/health",)
         app = Starlette(routes=Routes(hub).table(), lifespan=_ticking(hub))
         guard = Guard(app, token=token, deny=_deny, refusals=hub.refusals, public=public, limits=limits)
-        server = impatient.server(
+        server, door = impatient.server(
             guard,
             hub.refusals,
+            sock,
             tls=context,
             limit_concurrency=2048,
             timeout_graceful_shutdown=1,
             lifespan="on",
         )
-        asyncio.run(_serve(server, sock, hub, stop or threading.Event(), lambda: _url(sock, tls), announce))
+        with contextlib.closing(door):
+            url = _url(door, tls)
+            asyncio.run(_serve(server, door, hub, stop or threading.Event(), url, announce))
 
 
 def _ticking(hub: Hub) -> Callable[[Starlette], contextlib.AbstractAsyncContextManager[None]]:
@@ -422,7 +425,7 @@ async def _serve(
     sock: socket.socket,
     hub: Hub,
     stop: threading.Event,
-    url: Callable[[], str],
+    url: str,
     announce: Callable[[str], None] | None,
 ) -> None:
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
@@ -430,7 +433,7 @@ async def _serve(
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
     if announce is not None and not serving.done():
-        announce(url())
+        announce(url)
     while not stop.is_set() and not serving.done():
         await asyncio.sleep(0.1)
     hub.close()
