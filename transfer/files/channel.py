@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import secrets
 import time
 from pathlib import Path
@@ -35,6 +36,8 @@ from jaxrl_sync.transfer.version import Version
 
 MAX_CHANNEL_BYTES = 1 << 16
 
+logger = logging.getLogger("jaxrl_sync.transfer")
+
 
 @dataclasses.dataclass(frozen=True)
 class Survey:
@@ -56,6 +59,7 @@ class Channel:
         self._folders: dict[str, Folder] = {}
         self._manifests: dict[Version, Manifest] = {}
         self._stored: dict[str, Stored] = {}
+        self._refused: set[Version] = set()
         try:
             described = self._describe(token)
             self.id = str(described.get("id"))
@@ -120,7 +124,8 @@ class Channel:
     def manifests(self) -> list[Manifest]:
         """All versions that exist, in the order in which they were committed.
 
-        Torn or foreign manifests are no versions: they are left out. Reads only manifests that are new.
+        Torn, foreign and unsafe manifests are no versions: they are left out, with a line in the log. Reads
+        only manifests that are new.
         """
         return list(self.survey().manifests)
 
@@ -135,8 +140,11 @@ class Channel:
                     known[version] = self.read_manifest(version)
                 except NoVersion:
                     continue
-                except (BrokenObject, ForeignChannel):
+                except ChannelError as error:
                     unreadable.append(version)
+                    if version not in self._refused:
+                        logger.warning("%s", error)
+        self._refused = set(unreadable)
         self._manifests = known
         rules = (
             self.epochs.rules()

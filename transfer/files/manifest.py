@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any, NoReturn
 
 from jaxrl_sync.transfer.files import names
@@ -14,6 +15,8 @@ MAX_TABLE_BYTES = 512 << 20
 MAX_SCHEMA_BYTES = 512 << 20
 MAX_PARTS = 1 << 16
 MAX_BYTES = 1 << 50
+
+_SCHEMA = re.compile(r"[0-9a-f]{32}\Z")
 
 Pair = tuple[int, int]
 
@@ -96,7 +99,8 @@ class Manifest:
         )
         if made.anchor is None and made.base is None:
             get.fail("base")
-        names.check(made.schema)
+        if not _SCHEMA.match(made.schema):
+            get.fail("schema")
         return made
 
 
