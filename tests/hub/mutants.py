@@ -1,0 +1,191 @@
+"""Seeded mistakes in the machines: each must be found by the simulation, or the simulation proves nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from jaxrl_sync.transfer import receiving
+from jaxrl_sync.transfer.hub import fleet, machine, outcomes
+from jaxrl_sync.transfer.hub.state import HubState, Member, MemberKey, RankState, Round, Tag
+from jaxrl_sync.transfer.receiving import Filling, Offer, ReceiverState
+from jaxrl_sync.transfer.version import Version
+
+from .engine import EngineRank
+from .trainer import TrainerRank
+
+Patch = contextlib.AbstractContextManager[Any]
+
+
+def _patch(where: object, name: str, mistake: Callable[..., Any]) -> Callable[[], Patch]:
+    return lambda: mock.patch.object(where, name, mistake)
+
+
+# The receiver.
+
+
+def _no_quarantine(state: ReceiverState, *_: object, **__: object) -> ReceiverState:
+    return receiving.drop(state)
+
+
+def _into_the_serving_slot(state: ReceiverState, offer: Offer, *_: object) -> ReceiverState:
+    slot = 0 if state.serving is None else state.serving
+    return dataclasses.replace(state, filling=Filling(offer, slot, "filling"))
+
+
+def _any_offer(state: ReceiverState) -> Offer | None:
+    offer = state.offer
+    if offer is None or offer.round in state.over:
+        return None
+    return None if state.filling is not None and state.filling.offer.round == offer.round else offer
+
+
+def _accepts_any(installed: Version | None, offered: Version) -> bool:
+    return installed != offered
+
+
+@contextlib.contextmanager
+def _older_is_accepted() -> Iterator[None]:
+    """Neither hub nor subscriber compares numbers."""
+    with (
+        mock.patch.object(receiving, "wanted", _any_offer),
+        mock.patch.object(machine, "accepts", _accepts_any),
+    ):
+        yield
+
+
+def _swap_unprepared(state: ReceiverState, offer: Offer) -> ReceiverState:
+    filling = state.filling
+    slot = state.serving if filling is None else filling.slot
+    return dataclasses.replace(state, serving=slot, installed=offer.version, filling=None)
+
+
+@contextlib.contextmanager
+def _memory_kept_after_doubt() -> Iterator[None]:
+    """A quarantined slot is released although its memory was not replaced."""
+
+    def mistake(self: EngineRank) -> None:
+        for index in sorted(self.state.quarantined):
+            self.state = receiving.released(self.state, index)
+
+    with mock.patch.object(EngineRank, "_replace_quarantined", mistake):
+        yield
+
+
+def _no_wait(self: EngineRank, offer: Offer, deadline: float) -> Any:
+    yield from self._advance(offer, "prepared", deadline=deadline)
+
+
+# The hub.
+
+
+def _number_alone(installed: Version | None, offered: Version) -> bool:
+    return installed is None or offered.number > installed.number
+
+
+def _prepared_by_some(self: Round, states: tuple[str, ...]) -> bool:
+    return any(s in states for s in self.ranks.values())
+
+
+_broken, _register, _announce = machine._broken, machine._register, machine._announce
+
+
+def _no_deadline(state: HubState, entry: Round, now: float) -> Any:
+    return _broken(state, dataclasses.replace(entry, deadline=None), now)
+
+
+def _no_loss(state: HubState, entry: Round, now: float) -> Any:
+    late = entry.deadline is not None and entry.deadline <= now
+    return ("aborted", "the deadline passed", "reoffer") if late else None
+
+
+def _dead_source(state: HubState, tag: Tag, engine: str, ranks: dict[int, Member]) -> Any:
+    """As if the publisher's lease never ended."""
+    newest = state.newest.get(tag.model)
+    found = _choose(state, tag, engine, ranks)
+    if found is not None or newest is None or not newest.told:
+        return found
+    ghost = {0: Member(MemberKey("publisher", newest.world, 0), 1, "gone", {}, 1.0, 1.0)}
+    return fleet.Holder(fleet.Source("publisher", newest.world), ghost, True, True, "", 0)
+
+
+_choose = fleet.choose
+
+
+def _weights_survive(state: HubState, event: machine.Register, now: float) -> Any:
+    kept = event.installed or state.installed.get(event.key)
+    return _register(state, dataclasses.replace(event, installed=kept), now)
+
+
+def _leases_forever(state: HubState, now: float) -> tuple[HubState, tuple[str, ...]]:
+    return state, ()
+
+
+def _newest_may_go_back(state: HubState, event: machine.Announce) -> Any:
+    return _announce(dataclasses.replace(state, newest={}), event)
+
+
+@contextlib.contextmanager
+def _first_rank_publishes() -> Iterator[None]:
+    """A version is published once one rank of its world holds it."""
+    publisher = fleet._publisher
+
+    def mistake(state: HubState, tag: Tag, name: str, ranks: dict[int, Member]) -> Any:
+        some = {r: m for r, m in ranks.items() if tag in state.holdings.get(m.key, {})}
+        alone = {0: dataclasses.replace(next(iter(some.values())), size=1)} if some else {}
+        return publisher(state, tag, name, alone) if alone else None
+
+    with mock.patch.object(fleet, "_publisher", mistake):
+        yield
+
+
+def _install_of_anyone(state: HubState, key: MemberKey, entry: Round) -> HubState:
+    ranks: dict[int, RankState] = dict.fromkeys(entry.ranks, "installed")
+    ranks[key.rank] = "prepared"
+    return _installed(state, key, dataclasses.replace(entry, ranks=ranks))
+
+
+_installed = outcomes.installed
+
+
+# The publisher.
+
+
+@contextlib.contextmanager
+def _buffers_used_while_read() -> Iterator[None]:
+    """The next export goes into a buffer that a transfer still reads."""
+    publish = TrainerRank.publish
+
+    def mistake(self: TrainerRank, version: Version) -> None:
+        readers = [(e, e.readers) for e in self.spare]
+        for export, _ in readers:
+            export.readers = 0
+        publish(self, version)
+        for export, count in readers:
+            export.readers += count
+
+    with mock.patch.object(TrainerRank, "publish", mistake):
+        yield
+
+
+MUTANTS: dict[str, Callable[[], Patch]] = {
+    "fencing is off": _patch(receiving, "fail", _no_quarantine),
+    "a quarantined slot keeps its memory": _memory_kept_after_doubt,
+    "the serving slot is filled": _patch(receiving, "begin", _into_the_serving_slot),
+    "a version that isn't prepared is swapped in": _patch(receiving, "swap", _swap_unprepared),
+    "a rank does not wait for the others": _patch(EngineRank, "_wait_group", _no_wait),
+    "the lineage is ignored": _patch(machine, "accepts", _number_alone),
+    "committed before every rank is prepared": _patch(Round, "all_at_least", _prepared_by_some),
+    "committed when one rank installed it": _patch(outcomes, "installed", _install_of_anyone),
+    "the deadline never fires": _patch(machine, "_broken", _no_deadline),
+    "a round outlives its members": _patch(machine, "_broken", _no_loss),
+    "a dead source is chosen": _patch(fleet, "choose", _dead_source),
+    "a restarted engine is taken to hold its old weights": _patch(machine, "_register", _weights_survive),
+    "leases never run out": _patch(machine, "_expire", _leases_forever),
+    "the newest version may go back": _patch(machine, "_announce", _newest_may_go_back),
+    "one rank publishes for all": _first_rank_publishes,
+    "export buffers are used again while they are read": _buffers_used_while_read,
+}

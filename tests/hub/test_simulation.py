@@ -1,0 +1,80 @@
+"""The protocol under random schedules of faults in simulated time; and proof that the test can fail."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+
+import hypothesis
+import pytest
+from hypothesis import Phase, given, settings
+
+from .mutants import MUTANTS
+from .schedules import SCHEDULES
+from .simulation import Schedule, Simulation
+from .world import Violation
+
+CI_SCHEDULES = 1000
+FULL_SCHEDULES = 5000
+SEED = int(os.environ.get("JAXRL_SYNC_SIMULATION_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
+
+
+def _play(count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """So many schedules; a failure is shrunk and its message is the story of the smallest one."""
+    start, played, events = time.monotonic(), 0, 0
+
+    @hypothesis.seed(SEED)
+    @settings(max_examples=count, database=None, deadline=None, print_blob=False)
+    @given(SCHEDULES)
+    def schedules_hold(schedule: Schedule) -> None:
+        nonlocal played, events
+        played += 1
+        events += Simulation(schedule).run().events
+
+    try:
+        schedules_hold()
+    finally:
+        with capsys.disabled():
+            took_s = time.monotonic() - start
+            print(
+                f"\n{played} schedules, {events} events in {took_s:.0f} s; "
+                f"seed {SEED} (JAXRL_SYNC_SIMULATION_SEED)"
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.invariant(29)
+@pytest.mark.invariant(31)
+@pytest.mark.invariant(32)
+@pytest.mark.invariant(33)
+def test_any_schedule_of_faults_keeps_every_property_1000(capsys: pytest.CaptureFixture[str]) -> None:
+    _play(CI_SCHEDULES, capsys)
+
+
+@pytest.mark.full
+def test_any_schedule_of_faults_keeps_every_property_5000(capsys: pytest.CaptureFixture[str]) -> None:
+    _play(FULL_SCHEDULES, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_seeded_mistake_is_found(name: str) -> None:
+    """Each mutant of a machine breaks a property within the number of schedules that CI plays."""
+
+    def broken(schedule: Schedule) -> bool:
+        try:
+            Simulation(schedule).run()
+        except (Violation, AssertionError, RuntimeError):
+            return True
+        return False
+
+    search = settings(max_examples=CI_SCHEDULES, database=None, deadline=None, phases=[Phase.generate])
+    with MUTANTS[name]():
+        hypothesis.find(SCHEDULES, broken, settings=search, random=random.Random(1))
+
+
+def test_the_same_schedule_is_the_same_story() -> None:
+    schedule = Schedule(7, 2, (1, 2), ("shm", "tcp"), True, True)
+    first, again = Simulation(schedule).run(), Simulation(schedule).run()
+    assert first.story() == again.story() and first.events == again.events
