@@ -215,7 +215,8 @@ class Links:
         blobs = self._put_blobs(pairing)
         if role == PUBLISHER:
             if self.lease is not None:
-                self.lease.update(target=blobs[0], correspondence=blobs[1])
+                about = {"plan": pairing.digest, "source_digest": key[1]}
+                self.lease.update(target=blobs[0], correspondence=blobs[1], **about)
             self._come_by(pairing.correspondence.digest)
         plan = pairing.rank(self._config.rank, "target")
         self._ways[key] = self._way_of[world] = Way(pairing, plan, blobs, {})

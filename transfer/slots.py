@@ -73,6 +73,22 @@ class Slot:
         self.aliased = _aliases(arrays, self.views)
         self._tree = _assemble(target, arrays) if self.aliased else None
 
+    def copy_in(self, tree: Any) -> None:
+        """Copy in a tree that fits the target in paths, shapes, dtypes and shardings. MismatchError."""
+        shards = {
+            (shard.device.id, path): np.asarray(shard.data)
+            for path, leaf in leaves_by_path(tree).items()
+            for shard in getattr(leaf, "addressable_shards", ())
+        }
+        for key, view in self.views.items():
+            found = shards.get(key)
+            if found is None or (found.shape, found.dtype) != (view.shape, view.dtype):
+                what = "nothing" if found is None else f"{found.dtype}{list(found.shape)}"
+                raise MismatchError(f"adopted {key[1]!r}: {what}, expected {view.dtype}{list(view.shape)}")
+        for key, view in self.views.items():
+            np.copyto(view, shards[key])
+        self.fill_devices()
+
     def fill_devices(self) -> None:
         """Where arrays don't alias the slot: put its content on the devices before the swap. Blocks."""
         if not self.aliased:

@@ -16,9 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from jaxrl_sync.sharding.paths import leaves_by_path
 from jaxrl_sync.transfer import receiving
 from jaxrl_sync.transfer.brought import prepared_by
 from jaxrl_sync.transfer.clean import remove_stale
@@ -37,6 +34,7 @@ from jaxrl_sync.transfer.inbound import Gone, Inbound, Taking
 from jaxrl_sync.transfer.links import Links, read_offer
 from jaxrl_sync.transfer.receiving import Offer, ReceiverState, SubscriberStats
 from jaxrl_sync.transfer.receiving import Prepared as Prepared
+from jaxrl_sync.transfer.registration import subscriber_info
 from jaxrl_sync.transfer.relay import LEAVE_S, Relay
 from jaxrl_sync.transfer.slots import Slot, Target
 from jaxrl_sync.transfer.update import Update as Update
@@ -100,7 +98,7 @@ class Subscriber:
                 self.config.engine,
                 self.config.rank,
                 self.config.size,
-                self._info(),
+                subscriber_info(self.config, self.config.slots * self._target.slot.total_bytes),
                 self.config.ttl_s,
                 on_lost=on_lost,
                 on_rejoin=self._links.rejoin,
@@ -112,11 +110,6 @@ class Subscriber:
             raise
         self._watching = Watching(self._lease, self._links, self._see, self._wake)
         self._watching.start()
-
-    def _info(self) -> dict[str, Any]:
-        config = self.config
-        told = {"site": config.site, "reliable": config.reliable, "relay": config.relay}
-        return {"model": config.model, "slots": config.slots, **told}
 
     # What the engine calls.
 
@@ -190,21 +183,10 @@ class Subscriber:
         shardings. Before any other version is installed; MismatchError names what doesn't fit.
         """
         self._check_open()
-        shards = {}
-        for path, leaf in leaves_by_path(tree).items():
-            for shard in getattr(leaf, "addressable_shards", ()):
-                shards[shard.device.id, path] = np.asarray(shard.data)
         with self._changed:
             state = receiving.adopt(self._state, version)
         slot = self._slots[0]
-        for key, view in slot.views.items():
-            found = shards.get(key)
-            if found is None or (found.shape, found.dtype) != (view.shape, view.dtype):
-                what = "nothing" if found is None else f"{found.dtype}{list(found.shape)}"
-                raise MismatchError(f"adopted {key[1]!r}: {what}, expected {view.dtype}{list(view.shape)}")
-        for key, view in slot.views.items():
-            np.copyto(view, shards[key])
-        slot.fill_devices()
+        slot.copy_in(tree)
         self._holding.adopt(0, version)
         self._links.holds(None, slot, version)
         with self._changed:
@@ -217,6 +199,13 @@ class Subscriber:
         with self._changed:
             counters = dataclasses.asdict(self._stats)
         return {**counters, **(self._relay.stats() if self._relay is not None else {})}
+
+    def want(self, version: Version | None) -> None:
+        """Ask for ``version`` (one that is pinned, for evaluation) instead of the newest; None: the newest.
+
+        Where nobody holds it, nothing is offered. All ranks of an engine ask for the same.
+        """
+        self._lease.update(want=version_json(version))
 
     def request_anchor(self) -> None:
         """Take the next version in full, whatever payload the publisher prefers."""
@@ -446,7 +435,8 @@ class Subscriber:
             keep = not isinstance(error, MismatchError)
             kept = self._holding.give_up(filling.slot, offer.version, keep)
         with self._changed:
-            self._state = receiving.fail(self._state, unconfirmed, touched or unconfirmed, kept)
+            doubt = touched or unconfirmed or self.config.size > 1  # of other ranks nothing is known here
+            self._state = receiving.fail(self._state, unconfirmed, doubt, kept)
             self._stats.failed += 1
         self._tell_failed(offer, f"{type(error).__name__}: {error}")
         try:

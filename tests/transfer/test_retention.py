@@ -81,7 +81,7 @@ def publish(publisher: Publisher, number: int) -> Any:
 
 def wanting(rig: Rig, engine: str, number: int) -> Subscriber:
     subscriber = rig.subscriber(engine)
-    subscriber._lease.update(want={"lineage": "a", "number": number})
+    subscriber.want(Version("a", number))
     return subscriber
 
 
