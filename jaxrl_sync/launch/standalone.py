@@ -33,6 +33,8 @@ def serve(options: argparse.Namespace, overrides: Mapping[str, Any]) -> int:
     from jaxrl_sync.inference.standalone import Standalone, serve_standalone
 
     token_file = Path(options.token_file or Path(config.run.root) / "engine-token")
+    tls = server_tls(config, token_file.absolute().parent)
+    vouched = f", certificate {tls.cert}" if tls is not None else ""
     port = options.port if options.port is not None else config.engine.port
     serve_standalone(
         Standalone(
@@ -44,9 +46,11 @@ def serve(options: argparse.Namespace, overrides: Mapping[str, Any]) -> int:
             dtype=config.engine.dtype,
         ),
         token=_token(token_file),
-        server=ServerConfig(host=config.run.host, port=port, tls=server_tls(config, token_file.parent)),
+        server=ServerConfig(host=config.run.host, port=port, tls=tls),
         stop=_stop_event(),
-        announce=lambda url: print(f"serving on {url}, token file {token_file.absolute()}", flush=True),
+        announce=lambda url: print(
+            f"serving on {url}, token file {token_file.absolute()}{vouched}", flush=True
+        ),
     )
     return 0
 

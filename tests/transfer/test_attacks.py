@@ -289,9 +289,9 @@ def test_versions_that_a_restarted_hub_learns_out_of_order_cost_no_lease(rig: Ri
     params = trainer_params()
     publisher = rig.publisher(params)
     publisher.publish(params, Version("a", 0)).wait(5)
-    stale = list(publisher._held)
+    stale = list(publisher._retained._held)
     publisher.publish(params, Version("a", 1)).wait(5)
-    publisher._held = stale  # as the thread saw them that registers again
+    publisher._retained._held = stale  # as the thread saw them that registers again
     publisher._rejoin()
     newest = rig.hub_client().newest()
     assert newest is not None and newest.version == Version("a", 1)

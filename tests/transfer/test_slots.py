@@ -93,7 +93,7 @@ def test_exports_lie_in_the_same_buffers_again_unless_a_transfer_still_reads_the
 
     def publish(number: int) -> tuple[set[int], Any]:
         publisher.publish(trainer_params(seed=number), Version("a", number))
-        (held,) = publisher._held
+        (held,) = publisher._retained._held
         arrays = [x for kind in held.exports.values() for x in kind.values()]
         return {s.data.unsafe_buffer_pointer() for x in arrays for s in x.addressable_shards}, held
 
