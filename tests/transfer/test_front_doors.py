@@ -87,6 +87,15 @@ def any_server(request: pytest.FixtureRequest, token_file: Path, tmp_path: Path)
         yield made
 
 
+@pytest.fixture(scope="module", params=["hub", "engine"])
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server for many tests that count nothing."""
+    token_file = tmp_path_factory.mktemp("shared") / "token"
+    auth.create_token(token_file)
+    with a_server(request.param, token_file, None) as made:
+        yield made
+
+
 @contextlib.contextmanager
 def a_server(kind: str, token_file: Path, own: tls.ServerTls | None) -> Iterator[Server]:
     token = auth.load_token(token_file)
@@ -135,17 +144,17 @@ def test_strangers_are_refused_and_logged_once(
     assert server.token not in caplog.text and OTHER_TOKEN not in caplog.text
 
 
-def test_two_tokens_in_one_request_prove_nothing(server: Server) -> None:
-    right = f"Bearer {server.token}".encode()
+def test_two_tokens_in_one_request_prove_nothing(shared: Server) -> None:
+    right = f"Bearer {shared.token}".encode()
     given = [(b"Authorization", f"Bearer {OTHER_TOKEN}".encode()), (b"Authorization", right)]
-    assert httpx.get(server.url + server.call, headers=given).status_code == 401
-    assert serves(server)
+    assert httpx.get(shared.url + shared.call, headers=given).status_code == 401
+    assert serves(shared)
 
 
-def test_the_body_of_a_stranger_is_not_read(server: Server) -> None:
+def test_the_body_of_a_stranger_is_not_read(shared: Server) -> None:
     """A request that announces a gigabyte is answered at once, and its connection is closed."""
-    with dial(server.url) as sock:
-        head = f"POST {server.post} HTTP/1.1\r\nHost: x\r\nContent-Length: {1 << 30}\r\n\r\n"
+    with dial(shared.url) as sock:
+        head = f"POST {shared.post} HTTP/1.1\r\nHost: x\r\nContent-Length: {1 << 30}\r\n\r\n"
         sock.sendall(head.encode() + b"x" * 1000)
         sock.settimeout(10)
         answer = b""
@@ -153,22 +162,22 @@ def test_the_body_of_a_stranger_is_not_read(server: Server) -> None:
             while part := sock.recv(4096):
                 answer += part
     assert answer.startswith(b"HTTP/1.1 401")
-    assert serves(server)
+    assert serves(shared)
 
 
-def test_bodies_and_headers_over_the_limit_are_refused(server: Server) -> None:
-    headers = auth.bearer_headers(server.token)
+def test_bodies_and_headers_over_the_limit_are_refused(shared: Server) -> None:
+    headers = auth.bearer_headers(shared.token)
     body = b'{"a": "' + b"x" * (9 << 20) + b'"}'
     with contextlib.suppress(httpx.WriteError):  # the answer may come before all of it is sent
-        answer = httpx.post(server.url + server.post, content=body, headers=headers)
+        answer = httpx.post(shared.url + shared.post, content=body, headers=headers)
         assert answer.status_code in (400, 413)
-    with dial(server.url) as sock:
+    with dial(shared.url) as sock:
         with contextlib.suppress(ConnectionError):
             sock.sendall(b"GET /health HTTP/1.1\r\nX: " + b"a" * (1 << 18))
         sock.settimeout(10)
         with contextlib.suppress(ConnectionError):
             assert sock.recv(4096).startswith(b"HTTP/1.1 400")
-    assert serves(server)
+    assert serves(shared)
 
 
 @pytest.mark.parametrize(
@@ -184,11 +193,11 @@ def test_bodies_and_headers_over_the_limit_are_refused(server: Server) -> None:
         "/v1/event/../status",
     ],
 )
-def test_no_path_leads_out_of_the_calls(server: Server, path: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_path_leads_out_of_the_calls(shared: Server, path: str, caplog: pytest.LogCaptureFixture) -> None:
     """The path is sent as it is: httpx would tidy it up."""
-    with dial(server.url) as sock:
+    with dial(shared.url) as sock:
         request = (
-            f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer {server.token}"
+            f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer {shared.token}"
         )
         sock.sendall(request.encode() + b"\r\n\r\n")
         sock.settimeout(10)
@@ -196,7 +205,7 @@ def test_no_path_leads_out_of_the_calls(server: Server, path: str, caplog: pytes
         while part := sock.recv(4096):
             answer += part
     assert answer.split(b" ")[1] in (b"404", b"405", b"400") and b"root:" not in answer
-    assert serves(server) and not any(r.exc_info for r in caplog.records)
+    assert serves(shared) and not any(r.exc_info for r in caplog.records)
 
 
 @pytest.mark.parametrize("beginning", [b"", b"GET /hea", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"])
@@ -219,13 +228,13 @@ def test_slow_clients_keep_nobody_out(any_server: Server, beginning: bytes) -> N
         sock.close()
 
 
-def test_a_connection_that_has_proven_itself_stays(server: Server) -> None:
-    headers = auth.bearer_headers(server.token)
-    with httpx.Client(base_url=server.url, headers=headers, timeout=20) as client:
-        assert client.get(server.call).status_code == 200
+def test_a_connection_that_has_proven_itself_stays(shared: Server) -> None:
+    headers = auth.bearer_headers(shared.token)
+    with httpx.Client(base_url=shared.url, headers=headers, timeout=20) as client:
+        assert client.get(shared.call).status_code == 200
         (connection,) = client._transport._pool.connections  # type: ignore[attr-defined]
-        silent = [dial(server.url) for _ in range(impatient.MAX_UNPROVEN + 10)]
-        assert client.get(server.call).status_code == 200
+        silent = [dial(shared.url) for _ in range(impatient.MAX_UNPROVEN + 10)]
+        assert client.get(shared.call).status_code == 200
         assert client._transport._pool.connections == [connection]  # type: ignore[attr-defined]
         for sock in silent:
             sock.close()
