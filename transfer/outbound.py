@@ -69,6 +69,8 @@ class Outbound:
         self._pairing: Pairing | None = None
         self._sender: Sender | None = None
         self._sent: dict[str, RankOutcome] = {}
+        self.unconfirmed: Version | None = None
+        """A version that was sent in whole and of which the receiver hasn't said what became of it."""
         self._queue_s = 0.0
         self._use_of_chain: Use | None = None
         self._thread = threading.Thread(target=self._run, name=f"link-{engine}.{rank}", daemon=True)
@@ -112,7 +114,7 @@ class Outbound:
             case "ready":
                 self._serve(message)
             case "installed":
-                version = _version(message)
+                version, self.unconfirmed = _version(message), None
                 sent = self._sent.pop(str(message.get("round")), RankOutcome())
                 seconds = {**sent.seconds, **_seconds(message)}
                 result = dataclasses.replace(sent, state="installed", seconds=seconds)
@@ -120,7 +122,7 @@ class Outbound:
                     self._use_of_chain.confirmed(version, seconds.get("apply", 0.0))
                 self._owner.installed(self.key, version, result)
             case "gave_up":
-                detail = str(message.get("reason"))
+                detail, self.unconfirmed = str(message.get("reason")), None
                 self._owner.gave_up(self.key, _version(message), RankOutcome("aborted", detail))
             case kind:
                 raise ProtocolError(f"{self._connection.peer} sent a message {kind!r} that isn't known here")
@@ -256,7 +258,7 @@ class Outbound:
         finally:
             reading.close()
         sent = dataclasses.replace(sent, seconds={**sent.seconds, "queue": self._queue_s})
-        self._sent = {round_id: sent}
+        self._sent, self.unconfirmed = {round_id: sent}, version
         self._owner.count_sent(sent.nbytes, sent.seconds["wire"], frame=sent.payload == FRAME)
 
     def _send(

@@ -11,8 +11,8 @@ from typing import Literal
 from jaxrl_sync.transfer.errors import DeadlineError
 from jaxrl_sync.transfer.version import Version
 
-RankState = Literal["pending", "installed", "superseded", "aborted", "failed"]
-State = Literal["committed", "partially_committed", "aborted", "failed", "superseded"]
+RankState = Literal["pending", "installed", "superseded", "aborted", "failed", "unknown"]
+State = Literal["committed", "partially_committed", "aborted", "failed", "unknown", "superseded"]
 RankKey = tuple[str, int]
 
 
@@ -53,11 +53,14 @@ Ledger = dict[RankKey, RankOutcome]
 
 
 def settle(ledger: Ledger, key: RankKey, result: RankOutcome) -> Ledger:
-    """The ledger with a rank's result. Installed is final; a failed rank may still come back and install."""
+    """The ledger with a rank's result. Installed is final; a failed rank may still come back and install.
+
+    What is unknown (the rank had received everything when its link ended) is settled by any later word.
+    """
     old = ledger.get(key)
     if old is not None and old.state == "installed":
         return ledger
-    if old is not None and old.state != "pending" and result.state != "installed":
+    if old is not None and old.state not in ("pending", "unknown") and result.state != "installed":
         return ledger
     return {**ledger, key: result}
 
@@ -81,6 +84,8 @@ def conclude(version: Version, ledger: Ledger, seconds: Mapping[str, float]) -> 
         state = "partially_committed"
     elif states == {"superseded"}:
         state = "superseded"
+    elif "unknown" in states:
+        state = "unknown"
     else:
         state = "failed" if "failed" in states else "aborted"
     total = dict(seconds)

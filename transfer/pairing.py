@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from jaxrl_sync.sharding import Correspondence, Edge, Layout, Plan, plan
+from jaxrl_sync.sharding.manifest import Manifest
 from jaxrl_sync.sharding.rank_plan import RankPlan
 from jaxrl_sync.transfer.errors import MismatchError
 
@@ -49,14 +50,6 @@ def compare_layouts(expected: Layout, found: Layout, what: str) -> None:
     """MismatchError that names the first tensors in which ``found`` differs from ``expected``."""
     if expected.digest == found.digest:
         return
-    lines = []
-    for path in sorted(set(expected) | set(found)):
-        if path not in found:
-            lines.append(f"{path!r} is missing")
-        elif path not in expected:
-            lines.append(f"{path!r} is not expected")
-        elif (a := expected[path]) != (b := found[path]):
-            where = "" if (a.shape, a.dtype) != (b.shape, b.dtype) else " with other shards"
-            lines.append(f"{path!r} is {b.dtype}{list(b.shape)}{where}, expected {a.dtype}{list(a.shape)}")
+    lines = Manifest.parse(expected.to_bytes()).differences(Manifest.parse(found.to_bytes()))
     shown = "; ".join(lines[:5]) + (f"; and {len(lines) - 5} more" if len(lines) > 5 else "")
     raise MismatchError(f"{what} differs: {shown}")

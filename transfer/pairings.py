@@ -12,6 +12,9 @@ from jaxrl_sync.transfer.errors import MismatchError
 from jaxrl_sync.transfer.hub.client import HubClient, HubRefused
 from jaxrl_sync.transfer.pairing import Pairing, compare_layouts
 
+KEPT_PAIRINGS = 32
+"""Links keep theirs; of others so many are remembered."""
+
 
 class Pairings:
     """Plans each pairing once. Thread-safe: equal replicas ask at the same time.
@@ -40,9 +43,11 @@ class Pairings:
         """The pairing of a subscriber's blobs, planned the first time. MismatchError, MappingError."""
         with self._planning:
             key = target, correspondence
-            if key not in self._pairings:
-                self._pairings[key] = self._pair(target, correspondence)
-            return self._pairings[key]
+            found = self._pairings.pop(key, None) or self._pair(target, correspondence)
+            self._pairings[key] = found  # the last one used is the last to be forgotten
+            for old in list(self._pairings)[:-KEPT_PAIRINGS]:
+                del self._pairings[old]
+            return found
 
     def _pair(self, target: str, correspondence: str) -> Pairing:
         layout = Layout.from_bytes(self._blob(target))

@@ -405,7 +405,7 @@ class Publisher:
             self._kind_of[link.link] = kind
 
     def link_ended(self, link: Outbound, reason: str) -> None:
-        """A link is gone: what it still owed is failed."""
+        """A link is gone: what it still owed is failed; what it had received is unknown until it says."""
         self.chains.close(link.link)
         replaced = self._listening.forget(link)
         with self._lock:
@@ -415,7 +415,8 @@ class Publisher:
             logger.info("link to %s.%d ended: %s", *link.key, reason)
         if not replaced:
             for ticket in tickets:
-                ticket.settle_known(link.key, RankOutcome("failed", reason))
+                owed = ticket.version == link.unconfirmed
+                ticket.settle_known(link.key, RankOutcome("unknown" if owed else "failed", reason))
 
     def close(self) -> None:
         """Leave the hub, end links and threads, free the buffers. Idempotent; blocks some seconds at most."""

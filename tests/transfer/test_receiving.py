@@ -80,6 +80,8 @@ def test_the_installed_version_moves_nothing() -> None:
         ([], "committed"),
         (["installed", "installed"], "committed"),
         (["installed", "failed"], "partially_committed"),
+        (["installed", "unknown"], "partially_committed"),
+        (["unknown", "failed"], "unknown"),
         (["superseded", "superseded"], "superseded"),
         (["aborted", "superseded"], "aborted"),
         (["failed", "aborted"], "failed"),

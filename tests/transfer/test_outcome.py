@@ -1,0 +1,63 @@
+"""What a publisher says of a version when the link to an engine ends at various moments."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxrl_sync.transfer import Version
+from jaxrl_sync.transfer.pairings import Pairings
+from tests.transfer.models import Rig, convert, engine_target, same_bits, take, trainer_params, until
+
+A0, A1 = Version("a", 0), Version("a", 1)
+
+
+def test_a_link_that_ends_after_everything_arrived_leaves_an_unknown_outcome(rig: Rig) -> None:
+    params = trainer_params()
+    publisher, subscriber = rig.publisher(params), rig.subscriber()
+    publisher.publish(params, A0)
+    take(subscriber)
+    ticket = publisher.publish(params, A1)
+    update = subscriber.poll(15)
+    assert update is not None
+    update.prepare()
+    (link,) = publisher._listening.links
+    until(lambda: link.unconfirmed == A1)
+    link.close()
+    outcome = ticket.wait(15)
+    assert outcome.state == "unknown" and outcome.engines["engine-0"][0].state == "unknown"
+    assert same_bits(update.swap(), convert(params))  # it had everything
+    assert subscriber.installed == A1
+    client = rig.hub_client()
+    until(lambda: client.status()["engines"]["engine-0"]["ranks"]["0"] == {"lineage": "a", "number": 1})
+
+
+def test_a_link_that_ends_before_is_a_failure(rig: Rig) -> None:
+    params = trainer_params()
+    publisher, subscriber = rig.publisher(params), rig.subscriber()
+    publisher.publish(params, A0)
+    take(subscriber)
+    until(lambda: all(link.unconfirmed is None for link in publisher._listening.links))
+    ticket = publisher.publish(params, A1)
+    subscriber.close()
+    assert ticket.wait(15).state == "failed"
+
+
+def test_pairings_that_nobody_asked_for_lately_are_forgotten(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxrl_sync.transfer.pairings.KEPT_PAIRINGS", 2)
+    publisher = rig.publisher(trainer_params())
+    made: list[str] = []
+    real = Pairings._pair
+
+    def counted(self: Pairings, target: str, correspondence: str) -> object:
+        made.append(target)
+        return real(self, target, correspondence)
+
+    monkeypatch.setattr(Pairings, "_pair", counted)
+    for first in (2, 4, 6, 2, 4):
+        subscriber = rig.open_subscriber(f"x{first}-{len(made)}", target=engine_target(first))
+        until(lambda: publisher.stats()["links"] == 1)
+        subscriber.close()
+        until(lambda: publisher.stats()["links"] == 0)
+    assert len(made) == 5 and len(publisher._pairings._pairings) == 2
