@@ -1,4 +1,4 @@
-"""What the hub and the engines tell of themselves: the trace of rounds, and Prometheus' text read by its parser."""
+"""What hub and engines tell of themselves: the trace of rounds, and Prometheus' text read by its parser."""
 
 from __future__ import annotations
 
@@ -144,3 +144,26 @@ def test_the_trace_is_bounded() -> None:
     assert [r["seq"] for r in trace.since(trace.seq - 2)] == [trace.seq - 1, trace.seq]
     trace.see(HubState("e"), HubState("e"), 0.0)
     assert trace.seq == MAX_ROWS + 10
+
+
+def test_commit_counts_from_the_last_rank_s_announcement_and_export_is_the_slowest() -> None:
+    trace, version = Trace(), Version("a", 1)
+    for rank, (seconds, t) in enumerate(((0.5, 10.0), (0.2, 11.0))):
+        key = MemberKey("publisher", "trainer", rank)
+        trace.published(key, "policy", version, {"seconds": {"export": seconds}, "bytes": 64}, t)
+    trace.published(MemberKey("publisher", "trainer", 0), "policy", version, {"bytes": 64}, 30.0)
+    entry = Round("r-1", 1, "policy", "e", version, {0: "installed"}, {0: "i"}, {0: "i"}, "trainer")
+    trace.reported(MemberKey("subscriber", "e", 0), entry, {"edges": [{"bytes": {"wire": 8}}]}, 31.0)
+    row = trace.rows[-1]
+    assert (row["seconds_export"], row["bytes_export"], row["bytes_wire"]) == (0.5, 64, 8)
+    assert row["seconds_commit"] == 20.0
+
+
+def test_rounds_that_end_unseen_leave_nothing() -> None:
+    trace, before = Trace(), HubState("e")
+    for number in range(MAX_ROWS + 2):
+        entry = Round(f"r-{number}", 1, "policy", "e", Version("a", 1), {0: "begun"}, {}, {}, "trainer")
+        after = HubState("e", rounds={entry.id: entry})
+        trace.see(before, after, float(number))
+        before = after
+    assert len(trace.opened) == len(trace.begun) == 1

@@ -27,6 +27,7 @@ SIZED = ("export", "pack", "encode", "wire", "verify", "apply")
 """Phases that bytes pass through; waiting and an assignment have none."""
 MAX_ROWS = 4096
 MAX_EDGES = 256
+MAX_VERSIONS = 256
 MAX_VALUE = 1e15
 _SHOWN = 80
 
@@ -48,6 +49,15 @@ class Total:
         self.nbytes += int(nbytes)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Published:
+    """A version: the slowest rank's export, the bytes of its tree, when its last rank announced it."""
+
+    export_s: float
+    nbytes: float
+    t: float
+
+
 class Trace:
     """The last rows and totals since the start. Lives on the hub's event loop; not thread-safe."""
 
@@ -59,7 +69,7 @@ class Trace:
         self.opened: dict[str, float] = {}
         self.begun: dict[str, float] = {}
         self.seq = 0
-        self._exports: dict[tuple[str, str, int], tuple[float, float]] = {}
+        self._published: dict[tuple[str, str, int], _Published] = {}
         self._told: dict[tuple[str, MemberKey], None] = {}
 
     def since(self, seq: int) -> list[Row]:
@@ -75,6 +85,9 @@ class Trace:
                 self.opened.setdefault(entry.id, t)
                 if entry.begun:
                     self.begun.setdefault(entry.id, t)
+            if len(self.opened) > MAX_ROWS + len(after.rounds):  # many ended in one event
+                self.opened = {k: v for k, v in self.opened.items() if k in after.rounds}
+                self.begun = {k: v for k, v in self.begun.items() if k in after.rounds}
         if after.closed is not before.closed:
             for key, entry in after.closed.items():
                 if key not in before.closed:
@@ -84,10 +97,14 @@ class Trace:
         """A publisher rank announced a version and says what its export took."""
         seconds, nbytes = _value(_table(body.get("seconds")), "export"), _value(body, "bytes")
         tag = (model, version.lineage, version.number)
-        known = self._exports.get(tag, (0.0, 0.0))
-        self._exports[tag] = max(seconds, known[0]), max(nbytes, known[1])
-        while len(self._exports) > MAX_EDGES:
-            del self._exports[next(iter(self._exports))]
+        known = self._published.pop(tag, None)
+        if known is not None:
+            last = t if seconds else known.t  # one that is told again, without an export, is no later
+            self._published[tag] = _Published(max(seconds, known.export_s), max(nbytes, known.nbytes), last)
+        else:
+            self._published[tag] = _Published(seconds, nbytes, t)
+        while len(self._published) > MAX_VERSIONS:
+            del self._published[next(iter(self._published))]
         row = {"publisher": key.name, "rank": key.rank, "seconds_export": seconds, "bytes_export": nbytes}
         self._add("publish", {"model": model, "version": version_json(version), **row}, t)
 
@@ -105,11 +122,15 @@ class Trace:
         table = _table(report)
         shared = _table(table.get("seconds"))
         edges = table.get("edges")
-        export = self._exports.get((entry.model, entry.version.lineage, entry.version.number), (0.0, 0.0))
+        published = self._of(entry)
         for edge in (edges if isinstance(edges, list) else [])[:MAX_EDGES]:
             told = _table(edge)
-            seconds = {**shared, **_table(told.get("seconds")), "export": export[0]}
-            sizes = {**_table(told.get("bytes")), "export": export[1]}
+            seconds = {
+                **shared,
+                **_table(told.get("seconds")),
+                "export": published.export_s if published else 0.0,
+            }
+            sizes = {**_table(told.get("bytes")), "export": published.nbytes if published else 0.0}
             row: Row = {
                 "model": entry.model,
                 "version": version_json(entry.version),
@@ -127,12 +148,13 @@ class Trace:
             self._add("edge", row, t)
             self._count(row)
 
+    def _of(self, entry: Round) -> _Published | None:
+        return self._published.get((entry.model, entry.version.lineage, entry.version.number))
+
     def _announced_at(self, entry: Round, t: float) -> float:
-        for row in reversed(self.rows):
-            same = row["kind"] == "publish" and row["model"] == entry.model
-            if same and row["version"] == version_json(entry.version):
-                return float(row["t"])
-        return self.opened.get(entry.id, t)
+        """When its version was announced by the last publisher rank, else when it was opened."""
+        published = self._of(entry)
+        return published.t if published is not None else self.opened.get(entry.id, t)
 
     def _ended(self, state: HubState, entry: Round, t: float) -> None:
         self.outcomes[entry.state] += 1
