@@ -58,6 +58,8 @@ class Swappable(Protocol):
 
     def resume(self) -> Future[EngineState]: ...
 
+    def poison(self, reason: str) -> None: ...
+
     def request_swap(
         self, version: Version, take: Callable[[], Any], timeout_s: float = ...
     ) -> Future[SwapReport]: ...
@@ -99,6 +101,7 @@ class Updater:
         self._requests: queue.SimpleQueue[_Request | None]
         self._requests = queue.SimpleQueue()
         self._held: tuple[AnyUpdate, Prepared] | None = None
+        self._overwriting = False
         self._closing = threading.Event()
         self.ready = threading.Event()
         self.error: BaseException | None = None
@@ -181,7 +184,11 @@ class Updater:
         if wanted is not None and serving is not None and _serves(serving, wanted):
             told, self._unreported = self._unreported, None
             return told or _answer(SwapReport(serving, 0, 0.0), None)
-        update, prepared = self._prepared_update(wanted, deadline)
+        with self._going_on_afterwards():
+            return self._take_new(wanted, deadline, mode)
+
+    def _take_new(self, wanted: Version | None, deadline: float, mode: PauseMode) -> dict[str, Any]:
+        update, prepared = self._prepared_update(wanted, deadline, mode)
         self._held = (update, prepared)
         t0, began = time.time(), time.monotonic()
         try:
@@ -211,6 +218,26 @@ class Updater:
         finally:
             self._engine.resume()
 
+    @contextlib.contextmanager
+    def _going_on_afterwards(self) -> Iterator[None]:
+        """A version that overwrites what serves stopped the engine: what it serves afterwards is whole."""
+        try:
+            yield
+        finally:
+            if self._overwriting:
+                if getattr(self._subscriber, "poisoned", False):
+                    self._engine.poison("a version was written over the serving one and not swapped in")
+                self._overwriting = False
+                self._engine.resume()
+
+    def _stand_still_for(self, update: AnyUpdate, mode: PauseMode, timeout_s: float) -> None:
+        """No step may run while the memory that it reads is overwritten."""
+        if not getattr(update, "in_place", False) or self._overwriting or self._engine.state != "ready":
+            return
+        paused = self._engine.pause(mode)
+        self._overwriting = True
+        self._wait(paused, time.monotonic() + timeout_s, f"samples still run, pause mode {mode}")
+
     def _wait(self, future: Future[T], deadline: float = math.inf, what: str = "") -> T:
         """What the engine says; the engine's own deadline ends the wait, or ours, or our closing."""
         while True:
@@ -222,7 +249,9 @@ class Updater:
                 if time.monotonic() > deadline:
                     raise SwapTimeoutError(what) from None
 
-    def _prepared_update(self, wanted: Version | None, deadline: float) -> tuple[AnyUpdate, Prepared]:
+    def _prepared_update(
+        self, wanted: Version | None, deadline: float, mode: PauseMode
+    ) -> tuple[AnyUpdate, Prepared]:
         """An update that is verified in the shadow slot, prepared again as long as there is time."""
         if self._held is not None:
             if wanted is None or _serves(self._held[0].version, wanted):
@@ -240,6 +269,7 @@ class Updater:
                 time.sleep(_OLD_OFFER_S)
                 continue
             try:
+                self._stand_still_for(update, mode, left)
                 return update, self._prepare(update, left)
             except TransferError as error:
                 log.warning("preparing %s: %s", update.version, error)

@@ -76,6 +76,7 @@ class Links:
         self._links: dict[tuple[str, str, int], Inbound] = {}
         self._ways: dict[tuple[str, str], Way] = {}  # by role and source digest
         self._way_of: dict[World, Way] = {}
+        self._contents: dict[int, Version] = {}  # whole versions by generation of their slots
 
     @property
     def all(self) -> list[Inbound]:
@@ -131,12 +132,14 @@ class Links:
 
     def forget_slots(self, live: set[int]) -> None:
         """Slots whose memory was given up hold nothing any more."""
+        self._contents = {g: v for g, v in self._contents.items() if g in live}
         for shadow in self._shadows():
             shadow.forget(live)
 
     def begins(self, offer: Offer, slot: Slot) -> None:
         """A round fills ``slot``: what edges of other sources know of its content is void."""
         mine = self._way(offer)
+        self._contents.pop(slot.generation, None)
         for way in list(self._ways.values()):
             for shadow in list(way.shadows.values()) if way is not mine else []:
                 shadow.spoiled(slot)
@@ -144,9 +147,10 @@ class Links:
     def holds(self, offer: Offer | None, slot: Slot, version: Version) -> None:
         """``slot`` holds a verified version, which edges of other sources can start from too."""
         mine = self._way(offer) if offer is not None else None
+        self._contents[slot.generation] = version
         for way in list(self._ways.values()):
             for shadow in list(way.shadows.values()) if way is not mine else []:
-                shadow.holds(slot, version)
+                shadow.holds(slot.generation, version)
 
     def cut_unconfirmed(self) -> bool:
         """Close every link whose sender may still write a slot of ours; whether there was one."""
@@ -253,6 +257,8 @@ class Links:
         if shadow is None:
             recount = self._config.recount_every
             shadow = Shadow(way.pairing.digest, edge, self._target.slot, recount)
+            for generation, version in list(self._contents.items()):
+                shadow.holds(generation, version)
             way.shadows[member.rank] = shadow
         token, run_id, plan = self._hub.token, self._hub.run_id, way.pairing.digest
         opening = Opening(token, run_id, *way.blobs, plan, edge, shadow, self._paths)

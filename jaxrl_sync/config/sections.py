@@ -425,8 +425,9 @@ class SyncSection(Section):
     kv_policy: Literal["keep", "recompute"] = "keep"
     """What running sequences do with their KV cache at a swap."""
     pause_mode: Literal["keep", "wait", "abort"] = "keep"
-    slots: Annotated[int, Field(ge=2, le=8)] = 2
-    """Whole versions that an engine has room for: the serving one and the shadow."""
+    slots: Annotated[int, Field(ge=1, le=8)] = 2
+    """Whole versions that an engine has room for: the serving one and the shadow. With 1 the serving one is
+    overwritten while generation stands still; more than 2 keep older ones to roll back to."""
     keep_versions: Positive = 1
     """Published versions that the trainer keeps for late engines, beside those that an evaluation pinned."""
     offload_limit_mb: Annotated[int, Field(ge=0)] | None = None

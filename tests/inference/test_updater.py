@@ -29,6 +29,7 @@ class Offers:
     def __init__(self) -> None:
         self.newest: Version | None = None
         self.installed: Version | None = None
+        self.in_place = self.poisoned = False
         self.failures = 0
         self.log: list[str] = []
 
@@ -44,16 +45,18 @@ class Offered:
 
     def __init__(self, offers: Offers, version: Version) -> None:
         self._offers, self.version = offers, version
+        self.in_place = offers.in_place
 
     def prepare(self, timeout_s: float | None = None) -> Prepared:
         self._offers.log.append(f"prepare {self.version.number}")
+        self._offers.poisoned = self.in_place
         if self._offers.failures:
             self._offers.failures -= 1
             raise MismatchError("bits differ")
         return Prepared(self.version, 100, 0.1, 0.2, 0.3, "shm")
 
     def swap(self) -> int:
-        self._offers.installed = self.version
+        self._offers.installed, self._offers.poisoned = self.version, False
         return self.version.number
 
     def discard(self, reason: str) -> None:
@@ -81,6 +84,9 @@ class EngineDouble:
     def resume(self) -> Future[EngineState]:
         self.log.append("resume")
         return Future()
+
+    def poison(self, reason: str) -> None:
+        self.log.append("poison")
 
     def request_swap(
         self, version: Version, take: Callable[[], Any], timeout_s: float = 60.0
@@ -223,6 +229,23 @@ def test_generation_stands_still_for_the_swap_alone_and_goes_on_whatever_comes_o
 
 
 @pytest.mark.invariant(32)
+@pytest.mark.invariant(32)
+def test_what_is_overwritten_in_place_serves_no_step_and_is_poisoned_unless_it_is_swapped_in(
+    rig: Rig,
+) -> None:
+    rig.first()
+    rig.offers.in_place = True
+    rig.engine.log.clear()
+    rig.offers.newest = v(1)
+    assert rig.updater.swap(v(1), 10.0).result(10)["number"] == 1
+    assert rig.engine.log == ["pause keep", "swap 1", "resume"]
+    rig.engine.log.clear()
+    rig.offers.newest, rig.offers.failures = v(2), 10_000
+    with pytest.raises(SwapTimeoutError, match="bits differ"):
+        rig.updater.swap(v(2), 0.2).result(10)
+    assert rig.engine.log == ["pause keep", "poison", "resume"]
+
+
 def test_what_could_not_be_swapped_in_is_prepared_again(rig: Rig) -> None:
     rig.first()
     rig.offers.newest, rig.engine.broken = v(1), TransferError("version a:1 isn't prepared")

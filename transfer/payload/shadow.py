@@ -113,9 +113,9 @@ class Shadow:
         """The content of ``slot`` isn't known any more."""
         self._content.pop(slot.generation, None)
 
-    def holds(self, slot: SlotLike, version: Version) -> None:
-        """``slot`` holds a verified version that came another way: a frame may start from it."""
-        self._content[slot.generation] = version
+    def holds(self, generation: int, version: Version) -> None:
+        """A slot holds a verified version that came another way: a frame may start from it."""
+        self._content[generation] = version
 
     def forget(self, live: set[int]) -> None:
         """Slots whose memory was given up hold nothing."""
