@@ -117,6 +117,7 @@ def run(
     with _world(spec):
         mesh = Mesh(np.array(jax.devices()), ("tp",), axis_types=(AxisType.Auto,))
         _meet(mesh)
+        spec = _with_shared_name(spec)
         target = target_tree(model, engine, mesh, np.dtype(dtype))
         token = auth.load_token(token_file)
         if subscriber.rank == 0:
@@ -162,16 +163,22 @@ def _meet(mesh: Mesh) -> None:
     jax.block_until_ready(jax.jit(total)(np.float32(1)))
 
 
+def _with_shared_name(spec: Spec) -> Spec:
+    """Ranks that read from a file channel need a name in common that no other start of them had."""
+    if spec.files is None or spec.files.config.size == 1:
+        return spec
+    shared = int(multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31))))
+    config = dataclasses.replace(spec.files.config, world=f"{spec.name}-{shared:08x}")
+    return dataclasses.replace(spec, files=dataclasses.replace(spec.files, config=config))
+
+
 def _subscribe(spec: Spec, mesh: Mesh, target: Any) -> Subscriber | FileSubscriber:
     convert = engine_convert(spec.model, spec.config, mesh.shape["tp"], spec.dtype)
     if spec.files is not None:
-        config = spec.files.config
-        if config.size > 1:
-            number = np.int32(secrets.randbits(31))  # rank 0's: no other start of these ranks had it
-            shared = int(multihost_utils.broadcast_one_to_all(number))
-            config = dataclasses.replace(config, world=f"{spec.name}-{shared:08x}")
         token_file = spec.token_file if spec.files.sealed else None
-        return FileSubscriber(spec.files.path, target, convert, token_file=token_file, config=config)
+        return FileSubscriber(
+            spec.files.path, target, convert, token_file=token_file, config=spec.files.config
+        )
     return Subscriber(spec.hub_url, target, convert, token_file=spec.token_file, config=spec.subscriber)
 
 

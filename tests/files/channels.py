@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_sync.sharding.paths import leaves_by_path
+from jaxrl_sync.sharding.paths import leaves_by_path, nested
 from jaxrl_sync.transfer.files import FilePublisher, FileReaderConfig, FileSubscriber, FileWriterConfig
 from jaxrl_sync.transfer.version import Version
 from tests.transfer.models import mesh
@@ -39,33 +39,32 @@ def values(number: int) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def tree(number: int, first: int = 0) -> Any:
-    """The same on a 2 x 2 mesh of this process."""
+    """The same on a 2 x 2 mesh: of this process, or of its world."""
     grid = mesh((2, 2), ("a", "b"), first)
 
     def put(path: str, value: np.ndarray[Any, Any]) -> jax.Array:
-        return jax.device_put(value, NamedSharding(grid, PartitionSpec(*SHAPES[path][2])))
+        sharding = NamedSharding(grid, PartitionSpec(*SHAPES[path][2]))
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
-    nested: dict[str, Any] = {}
-    for path, value in values(number).items():
-        *parents, last = path.split("/")
-        node = nested
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = put(path, value)
-    return nested
+    return nested({path: put(path, value) for path, value in values(number).items()})
 
 
 def target(first: int = 4, cut: bool = True) -> Any:
     """The same tensors on two other devices, cut another way: the tree of shapes for a reader."""
     grid = mesh((2,), ("x",), first)
 
-    def shape(leaf: jax.Array) -> jax.ShapeDtypeStruct:
-        spec = ["x" if cut and n % 2 == 0 and d == leaf.ndim - 1 else None for d, n in enumerate(leaf.shape)]
-        return jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=NamedSharding(grid, PartitionSpec(*spec))
+    def spec(shape: tuple[int, ...]) -> PartitionSpec:
+        last = len(shape) - 1
+        return PartitionSpec(
+            *("x" if cut and n % 2 == 0 and d == last else None for d, n in enumerate(shape))
         )
 
-    return jax.tree.map(shape, tree(0))
+    return nested(
+        {
+            path: jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=NamedSharding(grid, spec(shape)))
+            for path, (shape, dtype, _) in SHAPES.items()
+        }
+    )
 
 
 def holds(found: Any, number: int) -> bool:

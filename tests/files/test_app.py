@@ -1,0 +1,53 @@
+"""The whole application with a folder between trainer and engines, and with one beside another transport."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jaxrl_sync.transfer.auth import load_token
+from jaxrl_sync.transfer.files.channel import Channel
+from jaxrl_sync.transfer.files.config import Trust
+from jaxrl_sync.transfer.files.replay import verify
+from tests.app.runs import SMALL, Run, check_flow, left_behind
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(280)]
+
+STEPS = 8
+
+
+def finished(run: Run) -> set[str]:
+    """Wait for the end of a run that must be sound; the transports of its swaps."""
+    code, _, err = run.finish(timeout_s=240)
+    assert code == 0, err
+    check_flow(run.json("summary.json") or {})
+    moved = [e for row in run.steps() for e in row["sync"]["engines"] if e["bytes"]]
+    assert left_behind(run, run.shm_prefix(), timeout_s=10) == []
+    return {e["transport"] for e in moved}
+
+
+def check_channel(run_dir: Path) -> None:
+    """The last version is there, and all of it is sound."""
+    with Channel.open(run_dir / "weights", Trust(), load_token(run_dir / "token")) as channel:
+        found = list(verify(channel))
+        assert [v.wrong for v in found] == [None] * len(found)
+        assert found[-1].version.number == STEPS
+
+
+@pytest.mark.parametrize("size", [1, 2], ids=["one-process", "two-processes-a-side"])
+def test_a_run_over_a_folder(tmp_path: Path, size: int) -> None:
+    options = ("--sync.transport=file", "--sync.file.path=weights", "--sync.file.anchor_every=4")
+    if size == 2:
+        options += ("--trainer.processes=2", "--trainer.devices=1", "--engine.processes=2")
+        options += ("--engine.replicas=1",)
+    with Run(tmp_path / "run", *SMALL, f"--run.steps={STEPS}", *options) as run:
+        assert finished(run) == {"file"}
+        check_channel(tmp_path / "run")
+
+
+def test_a_folder_beside_another_transport(tmp_path: Path) -> None:
+    options = ("--sync.transport=tcp", "--sync.file.path=weights")
+    with Run(tmp_path / "run", *SMALL, f"--run.steps={STEPS}", *options) as run:
+        assert finished(run) == {"tcp"}
+        check_channel(tmp_path / "run")
