@@ -27,6 +27,7 @@ from jaxrl_sync.transfer.errors import (
     ResourceError,
 )
 from jaxrl_sync.transfer.hub.client import HubRefused
+from jaxrl_sync.transfer.hub.local import LocalHub, find_hub
 from jaxrl_sync.transfer.memory import SharedMemory
 from jaxrl_sync.transfer.publisher import Publisher
 from tests.transfer.models import (
@@ -317,3 +318,21 @@ def test_publishes_while_the_hub_is_away_end_as_announced_or_superseded(
         again.close()
 
 
+def test_an_address_that_somebody_else_could_have_written_is_not_followed(tmp_path: Path) -> None:
+    """Who follows it sends the run token there."""
+    with LocalHub(tmp_path / "run") as hub:
+        assert find_hub(tmp_path / "run", 5).url == hub.url
+        file = tmp_path / "run" / "hub.json"
+        text = file.read_text()
+        (tmp_path / "elsewhere").write_text(text)
+        file.chmod(0o666)
+        with pytest.raises(ResourceError, match="expected a file that only uid"):
+            find_hub(tmp_path / "run", 5)
+        file.unlink()
+        file.symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(ResourceError, match="can't read"):
+            find_hub(tmp_path / "run", 5)
+        file.unlink()
+        os.mkfifo(file, 0o600)
+        with pytest.raises(ResourceError, match="expected a file that only uid"):
+            find_hub(tmp_path / "run", 5)

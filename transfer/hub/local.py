@@ -12,6 +12,7 @@ import dataclasses
 import json
 import os
 import queue
+import stat
 import threading
 import time
 from pathlib import Path
@@ -72,7 +73,10 @@ class LocalHub:
             raise found
         self.url = found
         partial = self._address.with_suffix(".new")
-        partial.write_text(json.dumps({"url": self.url, "pid": os.getpid()}), encoding="utf8")
+        partial.unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(partial, flags, 0o600), "w", encoding="utf8") as file:
+            json.dump({"url": self.url, "pid": os.getpid()}, file)
         partial.replace(self._address)
 
     def close(self) -> None:
@@ -92,7 +96,8 @@ class LocalHub:
 def find_hub(folder: str | Path, timeout_s: float = 60.0) -> HubAddress:
     """The hub that a ``LocalHub`` serves for ``folder``; waits up to ``timeout_s`` for it to come up.
 
-    DeadlineError names the file that did not appear; ResourceError when it isn't what a LocalHub writes.
+    DeadlineError names the file that did not appear; ResourceError when it isn't what a LocalHub of this user
+    writes: who comes gives the hub the run token.
     """
     file, deadline = Path(folder) / ADDRESS_FILE, time.monotonic() + timeout_s
     while not file.exists():
@@ -100,7 +105,22 @@ def find_hub(folder: str | Path, timeout_s: float = 60.0) -> HubAddress:
             raise DeadlineError(f"no hub wrote {file} within {timeout_s:g} s")
         time.sleep(LOOK_S)
     try:
-        url = json.loads(file.read_text(encoding="utf8"))["url"]
+        url = json.loads(_read_own(file))["url"]
     except (ValueError, KeyError, TypeError) as error:
         raise ResourceError(f'{file}: expected {{"url": ...}} of a LocalHub, found other text') from error
     return HubAddress(str(url), Path(folder) / TOKEN_FILE)
+
+
+def _read_own(file: Path) -> str:
+    """A small file of this user that nobody else could have written."""
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise ResourceError(f"can't read {file}: {error.strerror}") from error
+    with os.fdopen(fd, encoding="utf8") as opened:
+        info = os.fstat(fd)
+        mine = info.st_uid in (os.geteuid(), 0)
+        if not stat.S_ISREG(info.st_mode) or info.st_mode & 0o022 or not mine:
+            found = f"{stat.filemode(info.st_mode)} of uid {info.st_uid}"
+            raise ResourceError(f"{file} is {found}, expected a file that only uid {os.geteuid()} writes")
+        return opened.read(1 << 16)
