@@ -63,13 +63,19 @@ def read(path: Path, rank: int, world: str) -> None:
     config = FileReaderConfig(rank=rank, size=2, world=world, poll_s=0.02, timeout_s=20)
     with FileSubscriber(path, target(0), config=config) as subscriber:
         print("ready", flush=True)
-        for _ in sys.stdin:
-            update = subscriber.poll(30)
+        update = None
+        for line in sys.stdin:
+            word = line.strip()
+            if word != "swap":
+                update = subscriber.poll(0.5 if word == "look" else 30)
             if update is None:
                 print("nothing", flush=True)
                 continue
             try:
                 update.prepare()
+                if word == "prepare":
+                    print("prepared", update.version.number, flush=True)
+                    continue
                 found = holds(update.swap(), update.version.number)
                 print("took", update.version.number, found, flush=True)
             except TransferError as error:

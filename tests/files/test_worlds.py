@@ -13,7 +13,7 @@ import pytest
 from jaxrl_sync.transfer.files.channel import Channel
 from jaxrl_sync.transfer.files.config import Trust
 from jaxrl_sync.transfer.files.replay import verify
-from tests.files.channels import holds, reader, take
+from tests.files.channels import holds, reader, take, write, writer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -89,3 +89,28 @@ def test_ranks_write_their_parts_and_ranks_read_theirs(tmp_path: Path, worlds: l
         assert [row[0] for row in worlds[-1].ask("6")] == ["committed"] * 2
         assert readers.ask("next") == [["took", "6", "True"]] * 2
         assert holds(take(single)[1], 6)
+
+
+def test_no_version_is_prepared_before_every_rank_has_the_one_before(
+    tmp_path: Path, worlds: list[World]
+) -> None:
+    """A rank that executes the leader's plans late finds what it has to swap in."""
+    path = tmp_path / "c"
+    worlds.append(World("read", path, "engine"))
+    (readers,) = worlds
+    with writer(path) as publisher:
+        write(publisher, 0)
+        readers.tell("prepare")
+        assert readers.answers() == [["prepared", "0"]] * 2
+        leader, follower = readers.ranks
+        leader.stdin.write("swap\n")
+        leader.stdin.flush()
+        assert leader.stdout.readline().split() == ["took", "0", "True"]
+        write(publisher, 1)
+        leader.stdin.write("look\n")
+        leader.stdin.flush()
+        assert leader.stdout.readline().split() == ["nothing"]
+        follower.stdin.write("swap\n")
+        follower.stdin.flush()
+        assert follower.stdout.readline().split() == ["took", "0", "True"]
+        assert readers.ask("next") == [["took", "1", "True"]] * 2

@@ -2,6 +2,7 @@
 
 WORLD-3-lead       by rank 0: the version of the third preparation
 WORLD-3-rank-1     by rank 1: prepared, or why not
+    WORLD-3-took-1     by rank 1: swapped in; rank 0 prepares no other version before that
 """
 
 from __future__ import annotations
@@ -28,18 +29,21 @@ class Group:
         self._world, self._rank, self._size = names.check(world), rank, size
         self._stop = stop
         self.number = 0
+        self._swapped = 0
 
     def lead(self, version: Version) -> None:
         """Rank 0 begins to prepare ``version``."""
         self.number += 1
         self._say(self._name(self.number, "lead"), {"version": [version.lineage, version.number]})
-        for kind in ("lead", *(f"rank-{r}" for r in range(1, self._size))):
+        for kind in ("lead", *(f"{k}-{r}" for r in range(1, self._size) for k in ("rank", "took"))):
             self._folder.remove(self._name(self.number - 2, kind))
 
     def follow(self) -> tuple[int, Version] | None:
         """Another rank: the newest preparation that this rank hasn't taken part in, and its version."""
         start, end = f"{self._world}-", "-lead"
-        found = [n[len(start) : -len(end)] for n in self._folder.names() if n.startswith(start)]
+        found = [
+            n[len(start) : -len(end)] for n in self._folder.names() if n.startswith(start) and n.endswith(end)
+        ]
         numbers = [int(n) for n in found if n.isdigit()]
         newest = max(numbers, default=0)
         if newest <= self.number:
@@ -61,6 +65,22 @@ class Group:
                 raise DeadlineError(f"rank {rank} of {self._size} wasn't prepared in time")
             if value["failed"] is not None:
                 raise ChannelError(f"rank {rank} of {self._size}: {str(value['failed'])[:500]}")
+
+    def led(self) -> None:
+        """Rank 0 has swapped in what was prepared last."""
+        self._swapped = self.number
+
+    def took(self, number: int) -> None:
+        """Another rank has swapped in the version of a preparation."""
+        self._say(self._name(number, f"took-{self._rank}"), {})
+
+    @property
+    def settled(self) -> bool:
+        """Rank 0: whether every rank has swapped in what this one has: they may prepare another version."""
+        took = (self._name(self._swapped, f"took-{r}") for r in range(1, self._size))
+        if self._swapped and all(self._folder.mtime_s(name) is not None for name in took):
+            self._swapped = 0
+        return not self._swapped
 
     def close(self) -> None:
         """Rank 0 removes what is left."""

@@ -173,6 +173,8 @@ class FileSubscriber:
         if self._group is not None and self.config.rank:
             followed = self._group.follow()
             return None if followed is None else FileUpdate(self, followed[1], followed[0])
+        if self._group is not None and not self._group.settled:
+            return None
         manifests = channel.manifests()
         if not manifests:
             return None
@@ -331,7 +333,13 @@ class FileSubscriber:
             self._installed = update.version
             self._stats.installed += 1
             assert self._serving is not None
-            return self._slots[self._serving].tree()
+            tree = self._slots[self._serving].tree()
+        if self._group is not None and self.config.rank == 0:
+            self._group.led()
+        elif self._group is not None:  # a file system may be slow, and a step waits
+            args = self._group, update._number
+            threading.Thread(target=_tell_taken, args=args, name="file-group", daemon=True).start()
+        return tree
 
     def _discard(self, update: FileUpdate, reason: str) -> None:
         with self._lock:
@@ -361,6 +369,13 @@ class FileSubscriber:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _tell_taken(group: Group, number: int) -> None:
+    try:
+        group.took(number)
+    except (OSError, ChannelError) as error:
+        logger.warning("rank 0 isn't told of a swap: %s", error)
 
 
 def _check_leaves(stored: Stored, mine: Any) -> None:
