@@ -2,7 +2,7 @@
 
 WORLD-3-lead       by rank 0: the version of the third preparation
 WORLD-3-rank-1     by rank 1: prepared, or why not
-    WORLD-3-took-1     by rank 1: swapped in; rank 0 prepares no other version before that
+WORLD-3-took-1     by rank 1: swapped in; rank 0 prepares no other version before that
 """
 
 from __future__ import annotations
@@ -41,10 +41,8 @@ class Group:
     def follow(self) -> tuple[int, Version] | None:
         """Another rank: the newest preparation that this rank hasn't taken part in, and its version."""
         start, end = f"{self._world}-", "-lead"
-        found = [
-            n[len(start) : -len(end)] for n in self._folder.names() if n.startswith(start) and n.endswith(end)
-        ]
-        numbers = [int(n) for n in found if n.isdigit()]
+        found = [n for n in self._folder.names() if n.startswith(start) and n.endswith(end)]
+        numbers = [int(n) for n in (n[len(start) : -len(end)] for n in found) if n.isdigit()]
         newest = max(numbers, default=0)
         if newest <= self.number:
             return None

@@ -372,10 +372,14 @@ class FileSubscriber:
 
 
 def _tell_taken(group: Group, number: int) -> None:
-    try:
-        group.took(number)
-    except (OSError, ChannelError) as error:
-        logger.warning("rank 0 isn't told of a swap: %s", error)
+    """Until it works: rank 0 prepares nothing before that."""
+    for pause_s in (*BACKOFF_S, *BACKOFF_S[-1:] * 20):
+        try:
+            group.took(number)
+            return
+        except (OSError, ChannelError) as error:
+            logger.warning("rank 0 isn't told of a swap: %s", error)
+            time.sleep(pause_s)
 
 
 def _check_leaves(stored: Stored, mine: Any) -> None:
