@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import resource
 import socket
 import ssl
 from collections.abc import Callable
@@ -23,7 +24,10 @@ HEADERS_DEADLINE_S = 20.0
 SEND_DEADLINE_S = 60.0
 KEEP_ALIVE_S = 75.0
 MAX_HEADER_BYTES = 64 << 10
-MAX_UNPROVEN = 256
+MAX_UNPROVEN = 1024
+BACKLOG = 1024
+ACCEPTS = 32
+"""So many connections are accepted before those that are open get their turn to prove themselves."""
 
 _LOGGER = logging.getLogger("jaxrl_sync.http")
 _LOGGER.setLevel(logging.ERROR)
@@ -37,6 +41,10 @@ class Door(socket.socket):
         super().__init__(fileno=listener.detach())
         self._lobby = lobby
         self._numbers: dict[Any, int] = {}
+
+    def listen(self, backlog: int = BACKLOG, /) -> None:
+        """asyncio's backlog is also how many connections it accepts at a time; the kernel may keep more."""
+        super().listen(max(backlog, BACKLOG))
 
     def accept(self) -> tuple[socket.socket, Any]:
         """The next connection."""
@@ -66,12 +74,14 @@ def server(
 ) -> tuple[uvicorn.Server, Door]:
     """A uvicorn server that believes no header about who calls, ends who dawdles, speaks TLS with ``tls``;
     and the socket that it must be given in place of ``listener``."""
-    lobby = Lobby(MAX_UNPROVEN)
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lobby = Lobby(min(MAX_UNPROVEN, descriptors // 2))
     door = Door(listener, lobby)
     own = {"lobby": lobby, "door": door, "refusals": refusals}
     config = uvicorn.Config(
         app,
         loop="asyncio",  # it accepts by calling the door
+        backlog=ACCEPTS,
         http=type("Impatient", (ImpatientProtocol,), own),
         ws="none",
         log_config=None,

@@ -18,7 +18,7 @@ from jaxrl_sync.transfer.errors import TransferError
 from jaxrl_sync.transfer.lobby import Lobby
 from jaxrl_sync.transfer.refusals import Refusals
 
-MAX_UNPROVEN = 64
+MAX_UNPROVEN = 256
 _POLL_S = 0.5
 
 Answer = dict[str, Any]

@@ -157,7 +157,7 @@ def _edges(edges: Sequence[Row]) -> list[tuple[str, ...]]:
             row["transport"],
             row["payload"],
             _megabytes(row["bytes_wire"]),
-            *(f"{row[f'seconds_{phase}']:.3f}" for phase in ("queue", "wire", "verify", "apply", "commit")),
+            *(f"{row[f'seconds_{phase}']:.4f}" for phase in ("queue", "wire", "verify", "apply", "commit")),
         )
         for row in reversed(list(edges)[-SHOWN_EDGES:])
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import sys
 import time
@@ -17,6 +18,7 @@ from jaxrl_sync.sharding.errors import UserError
 from jaxrl_sync.transfer import clean
 
 ECHO_S = 0.5
+MAX_DESCRIPTORS = 1 << 16
 
 
 def run_role(context: ProcessContext) -> int:
@@ -26,6 +28,7 @@ def run_role(context: ProcessContext) -> int:
     interpreter's farewell when it fails: that would wait for peers that may hang.
     """
     _stop_on_signals(context)
+    _raise_descriptors()
     _log_to_stderr()
     try:
         _enter(context)
@@ -46,6 +49,14 @@ def run_role(context: ProcessContext) -> int:
 def one_line(text: str) -> str:
     """``text`` without line breaks."""
     return " ".join(str(text).split())
+
+
+def _raise_descriptors() -> None:
+    """As many open files and sockets as this user may have: the usual 1024 are few for a fleet."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _log_to_stderr() -> None:

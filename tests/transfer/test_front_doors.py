@@ -28,6 +28,8 @@ from jaxrl_sync.transfer.rates import Buckets, Rate, RateLimits
 from tests.transfer.models import Rig, ServerThread, take, trainer_params
 
 OTHER_TOKEN = "cd" * 32
+FEW = 128
+"""Unproven connections that the servers of some tests take."""
 
 
 class Server(NamedTuple):
@@ -83,17 +85,28 @@ def server(request: pytest.FixtureRequest, token_file: Path) -> Iterator[Server]
 @pytest.fixture(params=["hub", "engine", "hub with tls"])
 def any_server(request: pytest.FixtureRequest, token_file: Path, tmp_path: Path) -> Iterator[Server]:
     own = tls.of_run(tmp_path) if "tls" in request.param else None
-    with a_server(request.param.partition(" ")[0], token_file, own) as made:
+    with contextlib.ExitStack() as stack:
+        with small_lobby():
+            made = stack.enter_context(a_server(request.param.partition(" ")[0], token_file, own))
         yield made
 
 
 @pytest.fixture(scope="module", params=["hub", "engine"])
 def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server for many tests that count nothing."""
+    """A server with a small lobby, for many tests that count nothing."""
     token_file = tmp_path_factory.mktemp("shared") / "token"
     auth.create_token(token_file)
-    with a_server(request.param, token_file, None) as made:
+    with contextlib.ExitStack() as stack:
+        with small_lobby():
+            made = stack.enter_context(a_server(request.param, token_file, None))
         yield made
+
+
+@contextlib.contextmanager
+def small_lobby() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(impatient, "MAX_UNPROVEN", FEW)
+        yield
 
 
 @contextlib.contextmanager
@@ -215,7 +228,7 @@ def test_slow_clients_keep_nobody_out(any_server: Server, beginning: bytes) -> N
     Where TLS is spoken they don't even begin a handshake.
     """
     silent = []
-    for _ in range(impatient.MAX_UNPROVEN + 40):
+    for _ in range(FEW + 40):
         silent.append(dial(any_server.url))
         silent[-1].sendall(beginning)
     assert serves(any_server)
@@ -228,12 +241,25 @@ def test_slow_clients_keep_nobody_out(any_server: Server, beginning: bytes) -> N
         sock.close()
 
 
+def test_a_crowd_of_members_is_no_attack(server: Server) -> None:
+    """They connect at once and are slow to speak: the lobby has room for a fleet."""
+
+    async def crowd() -> list[int]:
+        limits = httpx.Limits(max_connections=None)
+        headers = auth.bearer_headers(server.token)
+        async with httpx.AsyncClient(headers=headers, limits=limits, timeout=60) as client:
+            calls = [client.get(server.url + server.call) for _ in range(160)]
+            return [answer.status_code for answer in await asyncio.gather(*calls)]
+
+    assert set(asyncio.run(crowd())) == {200}
+
+
 def test_a_connection_that_has_proven_itself_stays(shared: Server) -> None:
     headers = auth.bearer_headers(shared.token)
     with httpx.Client(base_url=shared.url, headers=headers, timeout=20) as client:
         assert client.get(shared.call).status_code == 200
         (connection,) = client._transport._pool.connections  # type: ignore[attr-defined]
-        silent = [dial(shared.url) for _ in range(impatient.MAX_UNPROVEN + 10)]
+        silent = [dial(shared.url) for _ in range(FEW + 10)]
         assert client.get(shared.call).status_code == 200
         assert client._transport._pool.connections == [connection]  # type: ignore[attr-defined]
         for sock in silent:
