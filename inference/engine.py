@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_sync.inference import scheduler
+from jaxrl_sync.inference.acceptance import check_request, mismatch
 from jaxrl_sync.inference.config import EngineConfig
 from jaxrl_sync.inference.errors import (
     EngineError,
@@ -37,7 +38,7 @@ from jaxrl_sync.inference.front import EngineState, EngineStats, Handle, OnToken
 from jaxrl_sync.inference.ledger import Ledger
 from jaxrl_sync.inference.pending import PendingGroup, PendingSwap, fail, settle
 from jaxrl_sync.inference.plan import StepOutput, StepPlan
-from jaxrl_sync.inference.prefill import Admission, build_prefills, stop_ids
+from jaxrl_sync.inference.prefill import Admission, build_prefills
 from jaxrl_sync.inference.request import FinishReason, PauseMode, Request, Sample, TokenChunk
 from jaxrl_sync.inference.runner import Runner, SwapFailedError
 from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig
@@ -114,13 +115,15 @@ class Engine:
             return "poisoned"
         if self._state.version is None:
             return "starting"
+        if self._state.asleep:
+            return "sleeping"
         return "paused" if self._state.standing else "ready"
 
     # Calls from any thread.
 
     def submit(self, request: Request, on_tokens: OnTokens | None = None) -> Handle:
         """See ``front.EngineFront.submit``."""
-        self._check_request(request)
+        check_request(request, self._config, self._model)
         future: Future[Any] = Future()
         now = self._clock()
         deadline_s = now + request.timeout_s if request.timeout_s is not None else np.inf
@@ -157,11 +160,11 @@ class Engine:
         with self._wake:
             if self._closed:
                 raise NotServingError("engine is closed")
-            if version == self._state.version and self._poisoned is None:
+            if version == self._state.version and self._poisoned is None and not self._state.asleep:
                 settle(future, SwapReport(version, self._state.steps, 0.0))
                 return future
-            if self._swap is not None:
-                fail(self._swap.future, EngineError(f"swap to {self._swap.version}: replaced by {version}"))
+            if (old := self._swap) is not None:
+                fail(old.future, EngineError(f"swap to {old.version}: replaced by {version}"))
             self._swap = PendingSwap(version, take, future)
             self._post(scheduler.Swap(version, self._clock() + timeout_s))
         return future
@@ -173,11 +176,10 @@ class Engine:
     def hold(self, version: Version, seconds: float) -> None:
         """See ``front.EngineFront.hold``."""
         with self._wake:
-            serving = None if self._swapping else self._state.version
+            serving = None if self._swapping or self._state.asleep else self._state.version
             if serving != version or self._poisoned is not None:
                 raise VersionMismatchError(f"hold of {version}: the engine serves {serving}")
-            until_s = self._clock() + seconds
-            self._state = dataclasses.replace(self._state, held_until_s=until_s)
+            self._state = dataclasses.replace(self._state, held_until_s=self._clock() + seconds)
 
     def release(self) -> None:
         """See ``front.EngineFront.release``."""
@@ -251,10 +253,7 @@ class Engine:
                 if busy is not None and output.steps:
                     busy(t0, time.time())
                 continue
-            with self._wake:
-                if not self._inbox:
-                    pause_s = min(_IDLE_WAIT_S, self._state.next_deadline_s - self._clock())
-                    self._wake.wait(max(0.0, pause_s))
+            self.wait(max(0.0, min(_IDLE_WAIT_S, self._state.next_deadline_s - self._clock())))
 
     def step(self) -> StepOutput | None:
         """Plan, execute and commit one step; None when there was nothing to execute."""
@@ -278,6 +277,29 @@ class Engine:
         for deliver in deliveries:
             deliver()
         return output
+
+    @property
+    def tied(self) -> bool:
+        """Whether somebody needs the serving version: a pinned group, or a hold."""
+        with self._wake:
+            queued = [e.group.request for e in self._inbox if isinstance(e, scheduler.Submit)]
+            pinned = self._state.pinned or any(r.version is not None for r in queued)
+            return pinned or self._clock() < self._state.held_until_s
+
+    def sleep(self, *, release_cache: bool) -> int:
+        """Let go of the weights, and of the cache if told so, until the next swap; running samples go on
+        then. Returns the bytes of cache that were freed. EngineError while the engine is ``tied``."""
+        with self._wake:
+            if self.tied:
+                raise EngineError(f"sleep: version {self._state.version} is pinned or held")
+            self._state = scheduler.asleep(self._state, lost_cache=release_cache)
+        return self._runner.sleep(release_cache=release_cache)
+
+    def wait(self, seconds: float) -> None:
+        """Block until there is something to do, at most ``seconds``."""
+        with self._wake:
+            if not self._inbox:
+                self._wake.wait(seconds)
 
     def warm_up(self) -> None:
         """Compile every shape now (single-rank engines with weights)."""
@@ -361,8 +383,9 @@ class Engine:
             raise PoisonedError(f"engine is poisoned: {self._poisoned}")
         if self._state.version is None:
             raise NotServingError("engine has no version of the weights yet")
-        if request.version is not None and request.version != self._state.version:
-            raise _mismatch(request, self._state.version)
+        asleep = self._state.asleep
+        if request.version is not None and (asleep or request.version != self._state.version):
+            raise mismatch(request, self._state.version, asleep=asleep)
         if request.request_id in self._uids:
             raise RequestError(f"request_id: {request.request_id!r} is already running")
         waiting = len(self._state.waiting) + sum(isinstance(e, scheduler.Submit) for e in self._inbox)
@@ -378,7 +401,7 @@ class Engine:
             return False
         group = self._forget(event.group.uid)
         if group is not None:
-            self._fail(group.future, _mismatch(request, self._state.version))
+            self._fail(group.future, mismatch(request, self._state.version))
         return True
 
     def _enter(self, uids: Iterable[int]) -> None:
@@ -476,24 +499,3 @@ class Engine:
                 self._standing.append(future)
                 self._post(event)
         return future
-
-    def _check_request(self, request: Request) -> None:
-        """Raise RequestError for a request that this engine can never serve."""
-        limit = self._config.max_len - 1
-        if len(request.prompt) > limit:
-            raise RequestError(f"prompt: expected at most {limit} tokens, got {len(request.prompt)}")
-        top = max(*request.prompt, *request.sampling.stop_token_ids, 0)
-        if top >= self._model.vocab_size:
-            raise RequestError(f"token id: expected < {self._model.vocab_size} (vocabulary), got {top}")
-        stops = stop_ids(request, self._config)
-        if len(stops) > self._config.max_stop_ids:
-            raise RequestError(
-                f"stop_token_ids: expected at most {self._config.max_stop_ids} with the end-of-sequence ids, "
-                f"got {len(stops)}"
-            )
-
-
-def _mismatch(request: Request, version: Version | None) -> VersionMismatchError:
-    return VersionMismatchError(
-        f"request {request.request_id!r} pins version {request.version}, the engine serves {version}"
-    )

@@ -13,6 +13,27 @@ SPAN_S = 0.5
 log = logging.getLogger("jaxrl_sync.inference.engine_thread")
 
 
+class Spans:
+    """Joins steps without a gap into ``generate`` rows of at most ``SPAN_S``. For one thread."""
+
+    def __init__(self, engine: Engine, record: Record | None) -> None:
+        self._engine, self._record = engine, record
+        self._span: tuple[float, float] | None = None
+
+    def busy(self, t0: float, t1: float) -> None:
+        """A step decoded from ``t0`` to ``t1`` (``time.time()`` seconds)."""
+        if self._span is not None and (t0 - self._span[1] > 0.05 or t1 - self._span[0] > SPAN_S):
+            self.flush()
+        self._span = (self._span[0] if self._span else t0, t1)
+
+    def flush(self) -> None:
+        """Record what is open."""
+        version = self._engine.version
+        if self._span is not None and version is not None and self._record is not None:
+            self._record("generate", *self._span, version=version.number)
+        self._span = None
+
+
 class EngineThread:
     """Runs an engine's steps on a thread of its own and records when it generates; ends with ``with``.
 
@@ -20,10 +41,9 @@ class EngineThread:
     """
 
     def __init__(self, engine: Engine, record: Record | None = None) -> None:
-        self._engine, self._record = engine, record
+        self._engine, self._spans = engine, Spans(engine, record)
         self._stop = threading.Event()
         self._error: BaseException | None = None
-        self._span: tuple[float, float] | None = None
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
 
     def __enter__(self) -> EngineThread:
@@ -43,20 +63,8 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            self._engine.run(self._stop, self._busy)
+            self._engine.run(self._stop, self._spans.busy)
         except BaseException as error:
             self._error = error
             self._engine.close()
-        self._flush()
-
-    def _busy(self, t0: float, t1: float) -> None:
-        """Join steps without a gap into rows of at most ``SPAN_S``."""
-        if self._span is not None and (t0 - self._span[1] > 0.05 or t1 - self._span[0] > SPAN_S):
-            self._flush()
-        self._span = (self._span[0] if self._span else t0, t1)
-
-    def _flush(self) -> None:
-        version = self._engine.version
-        if self._span is not None and version is not None and self._record is not None:
-            self._record("generate", *self._span, version=version.number)
-        self._span = None
+        self._spans.flush()

@@ -15,7 +15,7 @@ from jaxrl_sync.inference.request import GroupResult, PauseMode, Request, TokenC
 from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig
 from jaxrl_sync.transfer.version import Version
 
-EngineState = Literal["starting", "ready", "paused", "poisoned", "closed"]
+EngineState = Literal["starting", "ready", "paused", "sleeping", "poisoned", "closed"]
 OnTokens = Callable[[TokenChunk], None]
 
 

@@ -5,7 +5,8 @@ what collectives can't do: plans go down it, and each end says every second that
 ends, or is silent for ``SILENCE_S``, ends itself with the cause in its last line: a collective that waits for
 a dead peer never returns, so nothing gentler would do.
 
-    leader -> follower   {"op": "plan"} + plan bytes | {"op": "prepare"} | {"op": "stop"} | {"op": "alive"}
+    leader -> follower   {"op": "plan"} + plan bytes | {"op": "prepare"} | {"op": "turn"} | {"op": "stop"} |
+                         {"op": "alive"}
     follower -> leader   {"op": "alive"}
 """
 
@@ -18,7 +19,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from jaxrl_sync.inference.errors import RankDiedError
 from jaxrl_sync.inference.plan import StepPlan
@@ -35,6 +36,7 @@ _HANDSHAKE_S = 5.0
 MAX_PLAN_BYTES = 256 << 20
 
 OnDeath = Callable[[str], None]
+Order = Literal["turn", "stop"]
 log = logging.getLogger("jaxrl_sync.inference.group")
 
 
@@ -161,13 +163,19 @@ class Leader:
         for link in self._links.values():
             link.send("prepare")
 
+    def turn(self) -> None:
+        """After the plans sent so far it is the trainer's turn: colocated ranks sleep and train."""
+        for link in self._links.values():
+            link.send("turn")
+
     def close(self) -> None:
-        """Tell the followers to stop, and leave."""
+        """Tell the followers to stop, and leave. Idempotent."""
         for link in self._links.values():
             link.expect_end()
             link.send("stop")
         for link in self._links.values():
             link.close()
+        self._links.clear()
         self._listener.close()
 
 
@@ -186,13 +194,21 @@ class Follower:
     ) -> None:
         sock = dial(address, timeout_s)
         auth.connect(sock, token, auth.run_id_of(token), {"rank": rank}, timeout_s)
-        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[StepPlan | Order] = queue.SimpleQueue()
         self._on_prepare = on_prepare
         self._link = _Link(Connection(sock, f"{name} rank 0"), self._message, on_death)
 
     def next_plan(self) -> StepPlan | None:
         """Block until the leader sends a plan; None once it has said stop."""
-        return self._plans.get()
+        order = self._orders.get()
+        return order if isinstance(order, StepPlan) else None
+
+    def next_order(self, timeout_s: float) -> StepPlan | Order | None:
+        """The leader's next plan or word, in the order of sending; None after ``timeout_s``."""
+        try:
+            return self._orders.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
 
     def close(self) -> None:
         """Leave."""
@@ -200,9 +216,11 @@ class Follower:
 
     def _message(self, op: str, payload: bytes) -> None:
         if op == "plan":
-            self._plans.put(StepPlan.from_bytes(payload))
+            self._orders.put(StepPlan.from_bytes(payload))
         elif op == "prepare":
             self._on_prepare()
+        elif op == "turn":
+            self._orders.put("turn")
         elif op == "stop":
             self._link.expect_end()
-            self._plans.put(None)
+            self._orders.put("stop")

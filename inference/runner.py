@@ -57,9 +57,9 @@ class Runner:
         _check_mesh(cfg, config, mesh, axis)
         self.cfg, self.config, self.mesh = cfg, config, mesh
         self.target = target_tree(cfg, config, mesh, dtype, axis)
-        self._take = take
+        self._take, self._axis = take, axis
         self._params: Any = None
-        self._state = initial_state(cfg, config, mesh, axis)
+        self._state: Any = initial_state(cfg, config, mesh, axis)
         self._prefill, self._decode = step_functions(cfg, compiled_part(config), mesh, axis)
 
     def execute(self, plan: StepPlan) -> StepOutput:
@@ -85,6 +85,19 @@ class Runner:
         """Use ``tree`` from the next step on; raises TreeMismatchError, with the old weights still in use."""
         _check_tree(tree, self.target)
         self._params = tree
+
+    def sleep(self, *, release_cache: bool) -> int:
+        """Let go of the weights, and of cache and slot state if told so; bytes of this process's memory that
+        were freed. The next swap in a plan ends it."""
+        freed = 0
+        if release_cache and self._state is not None:
+            leaves = jax.block_until_ready(jax.tree.leaves(self._state))
+            freed = sum(s.data.nbytes for x in leaves for s in x.addressable_shards)
+            for leaf in leaves:
+                leaf.delete()
+            self._state = None
+        self._params = None
+        return freed
 
     def warm_up(self) -> None:
         """Compile every shape with idle slots: prefill per bucket, decode per cache length. Needs weights."""
@@ -112,6 +125,8 @@ class Runner:
             self.install(self._take(version))
         except Exception as error:
             raise SwapFailedError(f"swap to {version}: {error}") from error
+        if self._state is None:  # after a sleep
+            self._state = initial_state(self.cfg, self.config, self.mesh, self._axis)
 
     def _run_prefill(self, p: Prefill) -> tuple[jax.Array, jax.Array]:
         self._state, low, high = self._prefill(self._params, self._state, p.tokens, p.row, p.ints, p.floats)

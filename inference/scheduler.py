@@ -101,6 +101,7 @@ class State:
 
     uid, sample: who has the slot (FREE: nobody). length: its tokens, prompt included. steps: decode steps
     so far. held_until_s: until then no swap happens (a client holds the version for a series of requests).
+    asleep: nothing is admitted or decoded before the next swap; cold: nor is there a cache until then.
     """
 
     uid: np.ndarray
@@ -111,6 +112,8 @@ class State:
     paused: PauseMode | None = None
     swap: Swap | None = None
     held_until_s: float = -np.inf
+    asleep: bool = False
+    cold: bool = False
     version: Version | None = None
     dispatches: int = 0
     steps: int = 0
@@ -127,8 +130,8 @@ class State:
 
     @property
     def standing(self) -> bool:
-        """Whether a pause has taken effect: nothing decodes until resume."""
-        return self.paused is not None and (self.paused != "wait" or self.running == 0)
+        """Whether a pause has taken effect, or the engine sleeps: nothing decodes."""
+        return self.asleep or (self.paused is not None and (self.paused != "wait" or self.running == 0))
 
     @property
     def next_deadline_s(self) -> float:
@@ -160,6 +163,11 @@ def initial_state(config: EngineConfig) -> State:
     return State(uid=free, sample=zero, length=zero)
 
 
+def asleep(state: State, *, lost_cache: bool) -> State:
+    """The weights are gone until the next swap, and with ``lost_cache`` every slot's cache."""
+    return dataclasses.replace(state, asleep=True, cold=state.cold or lost_cache)
+
+
 def schedule(state: State, events: Sequence[Event], now: float, config: EngineConfig) -> Decision:
     """Decide one step; ``now`` in seconds on the clock of the deadlines."""
     finished: list[Finish] = []
@@ -169,9 +177,12 @@ def schedule(state: State, events: Sequence[Event], now: float, config: EngineCo
     state = _end(state, late, "timeout", finished) if late else state
     state, swap, expired = _decide_swap(state, now)
     recompute: tuple[int, ...] = ()
-    if swap and config.kv_policy == "recompute":
+    if swap and (config.kv_policy == "recompute" or state.cold):
         recompute = tuple(np.flatnonzero(state.uid != FREE).tolist())
-    state, admissions = _admit(state, config) if state.paused is None else (state, ())
+    if swap:
+        state = dataclasses.replace(state, asleep=False, cold=False)
+    admits = state.paused is None and not state.asleep
+    state, admissions = _admit(state, config) if admits else (state, ())
     plan = _plan(state, build_prefills(admissions, config), swap, config)
     entered = tuple(a.uid for a in admissions if a.first_sample == 0)
     return Decision(state, plan, tuple(finished), entered, expired, recompute)

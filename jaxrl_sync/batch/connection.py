@@ -305,6 +305,11 @@ class BatchReceiver:
         """``host:port`` for those who reach ``url``: a listener on every interface has no address itself."""
         return wire.address_of(self._listener, url)
 
+    def pending(self) -> bool:
+        """Whether ``receive`` would return a batch at once."""
+        with self._changed:
+            return self._waiting is not None
+
     def receive(self, timeout_s: float) -> BatchFrame | None:
         """The next step's batch, or None after ``timeout_s``. Blocks the training thread.
 

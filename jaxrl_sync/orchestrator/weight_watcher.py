@@ -238,7 +238,7 @@ class WeightWatcher:
         engine.failures = 0
         await asyncio.sleep(_BUSY_S)
         version = health.get("version")
-        if health.get("state") not in ("ready", "paused") or version is None:
+        if health.get("state") not in ("ready", "paused", "sleeping") or version is None:
             engine.state, engine.version = "joining", None
         else:
             engine.version = Version(str(version["lineage"]), int(version["number"]))

@@ -1,0 +1,115 @@
+"""Sleep and wake: weights and cache are let go, and running samples go on with the next version."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxrl_sync.inference.engine import Engine
+from jaxrl_sync.inference.errors import EngineError, VersionMismatchError
+from jaxrl_sync.inference.request import GroupResult
+from jaxrl_sync.transfer.version import Version
+from tests.inference.engine_helpers import (
+    SMALL,
+    ask,
+    engine_weights,
+    generate,
+    make_engine,
+    run_until,
+    tp_mesh,
+)
+
+V0, V1 = Version("test", 0), Version("test", 1)
+
+
+def _wake(engine: Engine, seed: int, version: Version, tp: int = 1) -> None:
+    swapped = engine.install(engine_weights(seed, tp_mesh(tp)), version)
+    engine.step()
+    assert swapped.result(0).version == version
+
+
+def _interrupted(seed: int, release: bool, tp: int = 1) -> GroupResult:
+    """A sample that sleeps after its first tokens and goes on with the weights of ``seed``."""
+    with make_engine(SMALL, tp) as engine:
+        handle = engine.submit(ask("long", n=2, max_tokens=20, temperature=0.0))
+        engine.step()
+        freed = engine.sleep(release_cache=release)
+        assert (freed > 0) == release and engine.state == "sleeping"
+        assert engine.step() is None, "a sleeping engine has nothing to execute"
+        _wake(engine, seed, V1, tp)
+        assert engine.state == "ready"
+        return run_until(engine, [handle])[0]
+
+
+@pytest.mark.invariant(40)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_after_a_sleep_with_equal_weights_the_tokens_are_those_without_one(tp: int) -> None:
+    with make_engine(SMALL, tp) as engine:
+        (plain,) = generate(engine, ask("long", n=2, max_tokens=20, temperature=0.0))
+    for release in (True, False):
+        slept = _interrupted(0, release, tp)
+        for mine, theirs in zip(slept.samples, plain.samples, strict=True):
+            assert mine.tokens == theirs.tokens
+            np.testing.assert_allclose(mine.logprobs, theirs.logprobs, rtol=1e-4, atol=1e-5)
+            assert set(mine.versions) == {0, 1} and sorted(mine.versions) == list(mine.versions)
+
+
+def test_a_released_cache_is_computed_again_with_the_new_weights() -> None:
+    """As with ``kv_policy = "recompute"``; a kept one goes on as it was, which gives other log-probs."""
+    released, kept = (_interrupted(1, release) for release in (True, False))
+    again = _interrupted(1, True)
+    assert released.samples == again.samples
+    assert released.samples[0].logprobs != kept.samples[0].logprobs
+
+
+@pytest.mark.invariant(56)
+def test_an_engine_does_not_sleep_under_a_pinned_group_or_a_hold() -> None:
+    with make_engine(SMALL) as engine:
+        pinned = engine.submit(ask("pinned", version=V0))
+        for _ in range(2):  # waiting in the inbox, then running
+            assert engine.tied
+            with pytest.raises(EngineError, match="version test:0 is pinned or held"):
+                engine.sleep(release_cache=True)
+            engine.step()
+        run_until(engine, [pinned])
+        engine.hold(V0, 60.0)
+        assert engine.tied
+        engine.release()
+        assert not engine.tied
+        engine.sleep(release_cache=True)
+        with pytest.raises(VersionMismatchError, match="sleeps until its next version"):
+            engine.submit(ask("late", version=V0))
+        with pytest.raises(VersionMismatchError):
+            engine.hold(V0, 1.0)
+
+
+def test_requests_wait_while_it_sleeps_and_can_be_aborted() -> None:
+    with make_engine(SMALL) as engine:
+        engine.sleep(release_cache=True)
+        waiting = engine.submit(ask("waiting"))
+        aborted = engine.submit(ask("aborted"))
+        assert engine.step() is None
+        engine.abort(["aborted"])
+        _wake(engine, 1, V1)
+        results = run_until(engine, [waiting, aborted])
+        assert set(results[0].samples[0].versions) == {1}
+        assert results[1].samples[0].finish_reason == "abort"
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_a_pause_before_a_sleep_ends_what_runs(mode: Any) -> None:
+    with make_engine(SMALL) as engine:
+        running = engine.submit(ask("running", max_tokens=20))
+        engine.step()
+        paused = engine.pause(mode)
+        for _ in range(40):
+            if paused.done():
+                break
+            engine.step()
+        assert running.result(0).samples[0].finish_reason == {"wait": "length", "abort": "abort"}[mode]
+        engine.sleep(release_cache=True)
+        engine.resume()
+        _wake(engine, 1, V1)
+        assert set(generate(engine, ask("next"))[0].samples[0].versions) == {1}
