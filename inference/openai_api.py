@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl_sync.inference.chat import ChatError, ChatFormat
+from jaxrl_sync.inference.chat import ChatError, ChatFormat, chat_format
 from jaxrl_sync.inference.config import EngineConfig
 from jaxrl_sync.inference.generation import DEFAULT_TIMEOUT_S, Job
 from jaxrl_sync.inference.openai_format import CHAT, COMPLETION
 from jaxrl_sync.inference.openai_types import ApiError, Options, parse_chat, parse_completion
 from jaxrl_sync.inference.request import Request, Sampling
-from jaxrl_sync.inference.tokenizer import Tokenizer, TokenizerError
+from jaxrl_sync.inference.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 
 
 class OpenAIModel:
@@ -134,3 +135,15 @@ class OpenAIModel:
         if name != self.name:
             message = f"model {name!r} does not exist, this engine serves {self.name!r}"
             raise ApiError(message, status=404, param="model", code="model_not_found")
+
+
+def openai_model(
+    tokenizer: str | None, config: EngineConfig, vocab_size: int, stack: contextlib.ExitStack
+) -> OpenAIModel | None:
+    """The served policy with the tokenizer of that name or path, closed by ``stack``; None without one."""
+    if tokenizer is None:
+        return None
+    loaded = load_tokenizer(tokenizer, None)
+    chat = chat_format(loaded)
+    stack.callback(chat.close)
+    return OpenAIModel("policy", config, vocab_size, loaded, chat)

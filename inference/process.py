@@ -21,22 +21,20 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh
 
 from jaxrl_sync.inference import probe
-from jaxrl_sync.inference.chat import chat_format
 from jaxrl_sync.inference.config import EngineConfig
 from jaxrl_sync.inference.engine import Engine
 from jaxrl_sync.inference.engine_thread import EngineThread
 from jaxrl_sync.inference.errors import EngineError, RankDiedError
 from jaxrl_sync.inference.group import Follower, Leader
-from jaxrl_sync.inference.openai_api import OpenAIModel
+from jaxrl_sync.inference.openai_api import openai_model
 from jaxrl_sync.inference.request import PauseMode
 from jaxrl_sync.inference.runner import Runner, target_tree
 from jaxrl_sync.inference.server import EngineServer, ServerConfig
-from jaxrl_sync.inference.tokenizer import load_tokenizer
 from jaxrl_sync.inference.updater import Record, Shadow, SwapPolicy, Updater
-from jaxrl_sync.inference.world import join_world
+from jaxrl_sync.inference.world import join_world, meet
 from jaxrl_sync.sharding.presets import qwen3
 from jaxrl_sync.sharding.presets.quantized import quantized_convert
 from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig
@@ -116,7 +114,7 @@ def run(
     )  # fmt: skip
     with _world(spec):
         mesh = Mesh(np.array(jax.devices()), ("tp",), axis_types=(AxisType.Auto,))
-        _meet(mesh)
+        meet(mesh)
         spec = _with_shared_name(spec)
         target = target_tree(model, engine, mesh, np.dtype(dtype))
         token = auth.load_token(token_file)
@@ -148,19 +146,6 @@ def _world(spec: Spec) -> Any:
     join_world(spec.coordinator, size, rank, timeout_s=WORLD_TIMEOUT_S, shutdown_s=20)
     yield
     jax.distributed.shutdown()
-
-
-def _meet(mesh: Mesh) -> None:
-    """Let all ranks of a mesh find each other now, in a collective that compiles at once.
-
-    For the first collective over a set of devices gloo allows 30 s between the ranks, which is less than the
-    compilation of a step may differ by; later ones wait for slower ranks.
-    """
-    whole = PartitionSpec()
-    total = jax.shard_map(
-        lambda x: jax.lax.psum(x, "tp"), mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False
-    )
-    jax.block_until_ready(jax.jit(total)(np.float32(1)))
 
 
 def _with_shared_name(spec: Spec) -> Spec:
@@ -262,12 +247,7 @@ def _open_server(
             "sync": dict(subscriber.stats()),
         }
 
-    openai = None
-    if spec.tokenizer is not None:
-        tokenizer = load_tokenizer(spec.tokenizer, None)
-        chat = chat_format(tokenizer)
-        stack.callback(chat.close)
-        openai = OpenAIModel("policy", spec.config, spec.model.vocab_size, tokenizer, chat)
+    openai = openai_model(spec.tokenizer, spec.config, spec.model.vocab_size, stack)
     config = ServerConfig(
         host=spec.host, port=spec.port, name=spec.name, tls=spec.tls, metrics_open=spec.metrics_open
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 
 import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl_sync.transfer import wire
 
@@ -37,3 +39,16 @@ def join_world(
         shutdown_timeout_seconds=int(shutdown_s),
     )
     jax.devices()  # the first use of the backend is collective: all ranks make it here
+
+
+def meet(mesh: Mesh) -> None:
+    """Let all ranks of an engine's mesh find each other now, in a collective that compiles at once.
+
+    For the first collective over a set of devices gloo allows 30 s between the ranks, which is less than the
+    compilation of a step may differ by; later ones wait for slower ranks.
+    """
+    whole = PartitionSpec()
+    total = jax.shard_map(
+        lambda x: jax.lax.psum(x, "tp"), mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False
+    )
+    jax.block_until_ready(jax.jit(total)(np.float32(1)))

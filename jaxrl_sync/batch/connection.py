@@ -306,8 +306,10 @@ class BatchReceiver:
         return wire.address_of(self._listener, url)
 
     def pending(self) -> bool:
-        """Whether ``receive`` would return a batch at once."""
+        """Whether ``receive`` would return a batch at once. Raises what it would raise."""
         with self._changed:
+            if self._waiting is None:
+                self._check_peer(time.monotonic())
             return self._waiting is not None
 
     def receive(self, timeout_s: float) -> BatchFrame | None:
@@ -319,19 +321,22 @@ class BatchReceiver:
         with self._changed:
             while self._waiting is None:
                 now = time.monotonic()
-                if self._closed.is_set():
-                    raise PeerLost("the batch receiver was closed")
-                if self._lost_at is not None and now - self._lost_at > self._config.reconnect_s:
-                    raise PeerLost(
-                        f"the orchestrator closed the data connection {now - self._lost_at:.1f} s ago and did"
-                        f" not come back within {self._config.reconnect_s:g} s"
-                    )
+                self._check_peer(now)
                 if now >= deadline:
                     return None
                 self._changed.wait(min(_POLL_S, deadline - now))
             frame, self._waiting = self._waiting, None
             self._training = frame.header.step
             return frame
+
+    def _check_peer(self, now: float) -> None:
+        if self._closed.is_set():
+            raise PeerLost("the batch receiver was closed")
+        if self._lost_at is not None and now - self._lost_at > self._config.reconnect_s:
+            raise PeerLost(
+                f"the orchestrator closed the data connection {now - self._lost_at:.1f} s ago and did"
+                f" not come back within {self._config.reconnect_s:g} s"
+            )
 
     def commit(self, ack: Ack, cursor: Mapping[str, Any]) -> None:
         """Records that the received step is committed and published, and acknowledges it.

@@ -96,9 +96,17 @@ def _check_trainer_mesh(config: RunConfig) -> None:
 
 
 def _check_engine_mesh(config: RunConfig) -> None:
+    e, t = config.engine, config.trainer
+    if e.placement != "colocated":
+        what = f"engine tp (engine.processes={e.processes} x engine.devices={e.devices})"
+        _check_engine_tp(config, what, e.processes * e.devices)
+    if e.placement != "disaggregated":
+        what = f"colocated engine's tp (trainer.processes={t.processes} x trainer.devices={t.devices})"
+        _check_engine_tp(config, what, t.processes * t.devices)
+
+
+def _check_engine_tp(config: RunConfig, what: str, tp: int) -> None:
     e, m = config.engine, config.model
-    tp = e.processes * e.devices
-    what = f"engine tp (engine.processes={e.processes} x engine.devices={e.devices})"
     _divides(what, tp, "model.num_heads", m.num_heads)
     _divides(what, tp, "model.d_ff", m.d_ff)
     _divides(what, tp, "engine.slots", e.slots)

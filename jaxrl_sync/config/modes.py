@@ -51,8 +51,36 @@ def check_mode(config: RunConfig) -> None:
             "sync.mode='one_step_off' needs sync.initiator='push', found 'pull': engines that take versions "
             "by themselves would change weights in the middle of a batch"
         )
+    _check_placement(config)
     if mode == "one_step_off" and config.loop.pipeline_depth == 1:
         raise ConfigError(
             "sync.mode='one_step_off' generates one batch beside the one in training, found "
             "loop.pipeline_depth=1; expected 0 or at least 2"
+        )
+
+
+def _check_placement(config: RunConfig) -> None:
+    placement, replicas, sync = config.engine.placement, config.engine.replicas, config.sync
+    if placement == "disaggregated":
+        if config.trainer.offload != "none":
+            raise ConfigError(
+                f"trainer.offload={config.trainer.offload!r} needs a colocated engine, found "
+                "engine.placement='disaggregated'"
+            )
+        return
+    if placement == "colocated" and replicas != 1:
+        raise ConfigError(f"engine.placement='colocated' is one replica, found engine.replicas={replicas}")
+    if placement == "mixed" and replicas < 2:
+        raise ConfigError(
+            f"engine.placement='mixed' is one replica with the trainer and others, found "
+            f"engine.replicas={replicas}; expected at least 2"
+        )
+    if sync.mode == "one_step_off":
+        raise ConfigError(
+            "sync.mode='one_step_off' generates while the trainer trains, found "
+            f"engine.placement={placement!r}, where they take turns; expected mode 'sync' or 'async'"
+        )
+    if sync.every_steps > 1:
+        raise ConfigError(
+            f"engine.placement={placement!r} takes every update, found sync.every_steps={sync.every_steps}"
         )

@@ -180,6 +180,8 @@ class TrainerSection(RoleSection):
     checkpoint_every_steps: NonNegative = 0
     """0 writes only the last one."""
     checkpoint_keep: Positive = 2
+    offload: Literal["none", "optimizer"] = "none"
+    """What goes to host memory while a colocated engine has the devices."""
     sft_steps: NonNegative = 0
     """Supervised updates on the task's demonstrations before version 0 (0: none)."""
     sft_learning_rate: Annotated[float, Field(gt=0)] = 1e-3
@@ -300,6 +302,12 @@ class EngineSection(RoleSection):
     version_probe: bool = False
     """Weights carry a version stamp per layer, and every forward pass reports which stamps it used."""
     port: NonNegative = 0
+    placement: Literal["disaggregated", "colocated", "mixed"] = "disaggregated"
+    """Processes of their own; the trainer's processes, taking turns with it (one replica over all its
+    devices); or replica 0 there and the others on their own."""
+    sleep: Literal["release", "keep"] = "release"
+    """What a colocated engine does with its KV cache while the trainer has the devices: give it up and
+    compute it again, or keep it (and go on as ``sync.kv_policy`` says)."""
 
 
 class HubSection(Section):

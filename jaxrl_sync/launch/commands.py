@@ -23,13 +23,18 @@ def workers(
     return [
         WorkerSpec("hub", "hub", (ProcessSpec("hub", command("hub", *common), plain),)),
         _world("trainer", "trainer", config.trainer, base, (*common, *again)),
-        *(_engine(config, e, base, common) for e in range(config.engine.replicas)),
+        *(_engine(config, e, base, common) for e in engines(config)),
         WorkerSpec(
             "orchestrator",
             "orchestrator",
             (ProcessSpec("orchestrator", command("orchestrator", *common, *again), plain),),
         ),
     ]
+
+
+def engines(config: RunConfig) -> range:
+    """The replicas that have processes of their own: a colocated one, number 0, lives in the trainer's."""
+    return range(0 if config.engine.placement == "disaggregated" else 1, config.engine.replicas)
 
 
 def command(role: str, *arguments: str) -> tuple[str, ...]:

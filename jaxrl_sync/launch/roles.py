@@ -11,8 +11,10 @@ import time
 import traceback
 from types import FrameType
 
+from jaxrl_sync.config.errors import ConfigError
 from jaxrl_sync.config.process import ProcessContext
 from jaxrl_sync.launch.certificates import server_tls
+from jaxrl_sync.launch.commands import engines
 from jaxrl_sync.launch.worker import ERROR_PREFIX
 from jaxrl_sync.sharding.errors import UserError
 from jaxrl_sync.transfer import clean
@@ -93,7 +95,8 @@ def _enter(context: ProcessContext) -> None:
     elif context.role == "trainer":
         from jaxrl_sync.trainer.process import run as run_trainer
 
-        run_trainer(context)
+        colocated = context.config.engine.placement != "disaggregated" and context.rank == 0
+        run_trainer(context, server_tls(context.config, context.run_dir) if colocated else None)
     elif context.role == "orchestrator":
         from jaxrl_sync.orchestrator.process import run as run_orchestrator
 
@@ -126,6 +129,12 @@ def _run_engine(context: ProcessContext) -> None:
     from jaxrl_sync.inference.process import run as run_engine
 
     config = context.config
+    own = engines(config)
+    if context.replica not in own:
+        raise ConfigError(
+            f"engine --replica {context.replica}: expected {' or '.join(map(str, own)) or 'none'} "
+            f"(engine.placement={config.engine.placement!r}, engine.replicas={config.engine.replicas})"
+        )
     timeline = context.open_timeline()
     try:
         run_engine(

@@ -144,7 +144,7 @@ class RolloutDispatcher:
 
     def _check_hunger(self) -> None:
         """Without a single engine that serves nothing moves: bounded by ``engine_wait_s``."""
-        if self._engines.serving():
+        if self._engines.any_serves():
             self._hungry_since = None
             return
         now = time.monotonic()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import ssl
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import httpx
@@ -54,6 +54,8 @@ class Engine:
     slots: int
     max_len: int
     incarnation: str = ""
+    colocated: bool = False
+    """It lives with the trainer and can't generate while a step is trained."""
     moves_itself: bool = False
     """It takes versions unasked, so it must be told to hold one that an evaluation is pinned to."""
     state: State = "joining"
@@ -75,6 +77,8 @@ class EngineSet:
     def __init__(self) -> None:
         self._engines: dict[str, Engine] = {}
         self.lost = 0
+        self.training: Callable[[], bool] = lambda: False
+        """Whether a step is with the trainer; colocated engines then take no new groups."""
 
     def __iter__(self) -> Iterator[Engine]:
         return iter(list(self._engines.values()))
@@ -87,8 +91,14 @@ class EngineSet:
         return self._engines.get(name)
 
     def serving(self) -> list[EngineView]:
-        """Engines that may take new groups."""
-        return [EngineView(e.name, e.version, e.slots) for e in self if e.serves and e.version is not None]
+        """Engines that may take new groups now."""
+        training = self.training()
+        able = [e for e in self if e.serves and not (e.colocated and training)]
+        return [EngineView(e.name, e.version, e.slots) for e in able if e.version is not None]
+
+    def any_serves(self) -> bool:
+        """Whether one serves, now or after the step in training."""
+        return any(e.serves for e in self)
 
     def at_one_version(self) -> bool:
         """Whether all that serve hold the same one; an engine whose last swap failed holds up nobody."""
@@ -133,7 +143,8 @@ def _identity(info: Mapping[str, Any]) -> tuple[str, str]:
 def _engine(name: str, info: Mapping[str, Any]) -> Engine:
     url, incarnation = _identity(info)
     slots, max_len = int(info.get("slots", 1)), int(info.get("max_len", 1 << 30))
-    return Engine(name, url, slots, max_len, incarnation, bool(info.get("moves_itself", False)))
+    colocated, moves = bool(info.get("colocated", False)), bool(info.get("moves_itself", False))
+    return Engine(name, url, slots, max_len, incarnation, colocated, moves)
 
 
 class EngineClient:

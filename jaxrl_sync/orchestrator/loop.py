@@ -113,6 +113,7 @@ class Loop:
             functools.partial(keep_batch, parts.run_dir) if config.keep_batches else None,
         )
         self.dispatcher.train_sink = self.train_sink
+        self.engines.training = lambda: self.train_sink.sending
         self.eval_sink = EvalSink(
             config,
             self.book,

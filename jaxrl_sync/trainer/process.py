@@ -31,6 +31,7 @@ from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig
 from jaxrl_sync.trainer import state as train_state
 from jaxrl_sync.trainer.axes import Tree, make_mesh, replicated
 from jaxrl_sync.trainer.checkpoint import Checkpoints, Meta
+from jaxrl_sync.trainer.colocated import Follow, Lead, Neighbour, Place
 from jaxrl_sync.trainer.config import OptimizerConfig, validate_loss
 from jaxrl_sync.trainer.density import DensityLog
 from jaxrl_sync.trainer.publishing import Publishes, open_publishers
@@ -42,6 +43,7 @@ from jaxrl_sync.trainer.trainer import Trainer
 from jaxrl_sync.trainer.world import World, WorldError
 from jaxrl_sync.transfer import auth
 from jaxrl_sync.transfer.hub.client import HubClient, Lease
+from jaxrl_sync.transfer.tls import ServerTls
 from jaxrl_sync.transfer.version import Version, new_lineage
 
 logger = logging.getLogger("jaxrl_sync.trainer")
@@ -52,11 +54,12 @@ Source = Callable[[int], Tree]
 """From a version number to the tree that is published under it."""
 
 
-def run(context: ProcessContext) -> None:
+def run(context: ProcessContext, tls: ServerTls | None = None) -> None:
     """Play one rank of the trainer until the run's last step is consumed or ``context.stop`` is set.
 
     Raises a ``UserError`` with the named cause: a peer, the hub or the orchestrator lost, ranks that
-    disagree, a checkpoint that is missing or does not fit.
+    disagree, a checkpoint that is missing or does not fit. ``tls``: the certificate that a colocated engine's
+    server answers with.
     """
     validate_loss(context.config.loop.staleness_bound, loss_config(context.config))
     with contextlib.ExitStack() as stack:
@@ -77,7 +80,7 @@ def run(context: ProcessContext) -> None:
             trainer, meta = start(context, world, checkpoints, timeline)
             seconds = trainer.warm_up(_barrier(context, world, "the first update"))
             logger.info("%s: version %s, compiled in %.1f s", context.name, meta.version, seconds)
-            _serve(context, world, checkpoints, timeline, trainer, meta, lease, stack)
+            _serve(context, world, checkpoints, timeline, trainer, meta, lease, stack, tls)
         except jax.errors.JaxRuntimeError as error:
             if world.size == 1:
                 raise
@@ -166,6 +169,7 @@ def _serve(
     meta: Meta,
     lease: Lease,
     stack: contextlib.ExitStack,
+    tls: ServerTls | None,
 ) -> None:
     """Publish the first version, open the data connection, tell the hub of it, loop."""
     config = context.config
@@ -180,10 +184,19 @@ def _serve(
     layout = Layout.of(source(meta.version.number))
     publisher = open_publishers(context, stack, hub_url, layout, convert, meta.version.lineage)
     loop = Loop(world, trainer, publisher, source, checkpoints, timeline, meta, config.sync.every_steps)
+    loop.offloads = config.trainer.offload == "optimizer"
     if config.sync.density_every_steps:
         path = context.run_dir / "density.jsonl"
         loop.density = DensityLog(path, config.sync.density_every_steps, convert)
     loop.publish(meta.version.number)
+    lead = None
+    if config.engine.placement != "disaggregated":
+        place = Place.of(context, source)
+        if world.rank == 0:
+            loop.neighbour = lead = stack.enter_context(Lead(place, world, hub_url, tls))
+        else:
+            loop.neighbour = stack.enter_context(Follow(place, world))
+        loop.wake()
     version = meta.version
     receiver = stack.enter_context(
         BatchReceiver(
@@ -202,6 +215,8 @@ def _serve(
         seq_len=trainer.config.seq_len,
     )
     context.announce()
+    if lead is not None:
+        lead.register()
     loop.run(context, receiver, lease)
 
 
@@ -243,7 +258,11 @@ class Loop:
         self._checkpoints, self._timeline = checkpoints, timeline
         self._publish_every = publish_every
         self.density: DensityLog | None = None
+        self.neighbour: Neighbour | None = None
+        """A colocated engine: it has this thread while there is no batch."""
+        self.offloads = False
         self.meta = meta
+        self._dismissed = False
         self._saved = meta.version.number if meta.parent is not None else -1
 
     def run(self, context: ProcessContext, receiver: BatchReceiver, lease: Lease) -> None:
@@ -254,11 +273,11 @@ class Loop:
         section = context.config.run
         wait_s, began, finished = section.start_timeout_s + section.stuck_timeout_s, time.time(), False
         trained = False
-        while not context.stop.is_set():
+        while not self._over(context.stop.is_set()):
             if lease.lost.is_set():
                 raise PeerError(f"{context.name}: {lease.reason}")
             try:
-                frame = receiver.receive(_WAIT_S)
+                frame = self._next(receiver, section.stuck_timeout_s)
             except ConnectionError as error:
                 if finished:
                     break
@@ -273,6 +292,33 @@ class Loop:
             receiver.commit(self.advance(frame, time.time() - began), frame.header.cursor)
             trained, finished, began = True, frame.header.last, time.time()
         self._leave()
+
+    def _over(self, stop: bool) -> bool:
+        """Whether to leave. Ranks beside rank 0's engine leave when it says so: a step may be on its way."""
+        return self._dismissed if self.neighbour is not None and self._world.rank > 0 else stop
+
+    def _next(self, receiver: BatchReceiver, timeout_s: float) -> BatchFrame | None:
+        """The next batch if it comes within about ``_WAIT_S``; meanwhile a colocated engine generates."""
+        if self.neighbour is None:
+            return receiver.receive(_WAIT_S)
+        turn = self.neighbour.generate(receiver.pending, _WAIT_S)
+        self._dismissed = turn == "stop"
+        if turn != "train":
+            return None
+        frame = receiver.receive(timeout_s)
+        if frame is None:
+            raise PeerError(
+                f"trainer-{self._world.rank}: rank 0 has a batch, none came within {timeout_s:g} s"
+            )
+        return frame
+
+    def wake(self) -> float:
+        """It is the engine's turn; seconds that this kept the thread, 0 without one."""
+        if self.neighbour is None:
+            return 0.0
+        if self.offloads:
+            self._trainer.offload()
+        return self.neighbour.wake(self.meta.version)
 
     def _agree(self, header: BatchHeader, stop: bool, timeout_s: float) -> bool:
         """Whether some rank drains; ``WorldError`` unless all others hold the same step."""
@@ -290,6 +336,8 @@ class Loop:
 
     def _leave(self) -> None:
         """Tell ranks that wait for this one that it drains, and see what is committed saved."""
+        if self.neighbour is not None:
+            self.neighbour.leave()
         self._world.say({"stop": True})
         if self.meta.version.number > max(self._saved, 0):
             self.save()
@@ -302,6 +350,7 @@ class Loop:
         expected = self.meta.version.number + 1
         if header.step != expected:
             raise WorldError(f"batch of step {header.step}, expected {expected}")
+        self._trainer.reload()
         metrics = self._trainer.train(frame)
         version = Version(self.meta.version.lineage, header.step)
         self.meta = Meta(version, self.meta.parent, header.cursor)
@@ -311,6 +360,7 @@ class Loop:
         if self.density is not None:
             self.density.observe(header.step, self._source(header.step))
         metrics["checkpoint_s"] = self.save() if header.checkpoint else 0.0
+        metrics["wake_s"] = self.wake()
         return Ack(header.step, version.lineage, version.number, finite(metrics))
 
     def publish(self, number: int) -> float:
@@ -326,6 +376,7 @@ class Loop:
         if self._checkpoints is None:
             return 0.0
         t0 = time.time()
+        self._trainer.reload()
         self._checkpoints.save(self._trainer.state, self.meta, self._trainer.reference)
         self._saved = self.meta.version.number
         t1 = time.time()

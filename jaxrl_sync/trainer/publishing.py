@@ -31,6 +31,17 @@ class Publishes(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class Announced:
+    """Versions that only a colocated engine takes: nothing is exported, the hub alone hears of them."""
+
+    announcer: Announcer
+
+    def publish(self, tree: Tree, version: Version) -> None:
+        """Tell the hub; the tree stays the caller's."""
+        self.announcer.announce(version)
+
+
+@dataclasses.dataclass(frozen=True)
 class Everywhere:
     """Publishes through each of several, in order."""
 
@@ -54,14 +65,36 @@ def open_publishers(
     config = context.config
     path = channel_path(config, context.run_dir)
     if config.sync.transport != "file":
-        live = Publisher(
-            hub_url, source, token_file=context.token_file, config=to_publisher(config), convert=convert
-        )
-        stack.enter_context(live)
+        live = _open_live(context, stack, hub_url, source, convert)
         if path is None:
             return live
         return Everywhere((live, _open_files(context, stack, path, source, convert, world, None)))
     assert path is not None  # checked with the config
+    announcer = _open_announcer(context, stack, hub_url, source)
+    return _open_files(context, stack, path, source, convert, world, announcer.announce)
+
+
+def _open_live(
+    context: ProcessContext,
+    stack: contextlib.ExitStack,
+    hub_url: str,
+    source: Layout,
+    convert: Callable[[Any], Any],
+) -> Publishes:
+    """A publisher; only a word to the hub where every engine lives in the trainer's processes."""
+    config = context.config
+    if config.engine.placement == "colocated":
+        return Announced(_open_announcer(context, stack, hub_url, source))
+    live = Publisher(
+        hub_url, source, token_file=context.token_file, config=to_publisher(config), convert=convert
+    )
+    return stack.enter_context(live)
+
+
+def _open_announcer(
+    context: ProcessContext, stack: contextlib.ExitStack, hub_url: str, source: Layout
+) -> Announcer:
+    config = context.config
     announcer = Announcer(
         hub_url,
         context.token_file,
@@ -72,8 +105,7 @@ def open_publishers(
         ttl_s=config.hub.ttl_s,
         timeout_s=config.run.start_timeout_s,
     )
-    stack.enter_context(announcer)
-    return _open_files(context, stack, path, source, convert, world, announcer.announce)
+    return stack.enter_context(announcer)
 
 
 def _open_files(

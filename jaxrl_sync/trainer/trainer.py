@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from jaxrl_sync.sharding.presets.qwen3 import DecoderConfig
 from jaxrl_sync.trainer.axes import Tree, batch_sharding
 from jaxrl_sync.trainer.config import LossConfig, TrainerConfig
 from jaxrl_sync.trainer.losses import Batch
+from jaxrl_sync.trainer.offload import Offloaded
 from jaxrl_sync.trainer.stages import build_stages
 from jaxrl_sync.trainer.state import TrainState
 from jaxrl_sync.trainer.step import Accumulator, build_step
@@ -70,11 +72,26 @@ class Trainer:
         self.rows = config.rows // self.data_ranks
         self._accumulator: Accumulator = self.step.zeros()
         self._record = record
+        self._offloaded: Offloaded | None = None
 
     @property
     def params(self) -> Tree:
         """The live fp32 masters. The next ``train`` donates them: keep no reference."""
         return self.state.params
+
+    def offload(self) -> int:
+        """Optimizer state to host memory; bytes of this process's shards. ``reload`` must come before
+        ``train``."""
+        if self._offloaded is None:
+            self._offloaded = Offloaded(self.state.opt_state)
+            self.state = dataclasses.replace(self.state, opt_state=self._offloaded.tree)
+        return self._offloaded.nbytes
+
+    def reload(self) -> None:
+        """Optimizer state back to its devices; nothing to do where it is there."""
+        if self._offloaded is not None:
+            self.state = dataclasses.replace(self.state, opt_state=self._offloaded.restore())
+            self._offloaded = None
 
     @property
     def reference(self) -> Tree | None:

@@ -24,6 +24,10 @@ from tests.inference.engine_helpers import (
 V0, V1 = Version("test", 0), Version("test", 1)
 
 
+def _state(engine: Engine) -> str:
+    return engine.state
+
+
 def _wake(engine: Engine, seed: int, version: Version, tp: int = 1) -> None:
     swapped = engine.install(engine_weights(seed, tp_mesh(tp)), version)
     engine.step()
@@ -36,10 +40,10 @@ def _interrupted(seed: int, release: bool, tp: int = 1) -> GroupResult:
         handle = engine.submit(ask("long", n=2, max_tokens=20, temperature=0.0))
         engine.step()
         freed = engine.sleep(release_cache=release)
-        assert (freed > 0) == release and engine.state == "sleeping"
+        assert (freed > 0) == release and _state(engine) == "sleeping"
         assert engine.step() is None, "a sleeping engine has nothing to execute"
         _wake(engine, seed, V1, tp)
-        assert engine.state == "ready"
+        assert _state(engine) == "ready"
         return run_until(engine, [handle])[0]
 
 
