@@ -101,8 +101,9 @@ class EngineSet:
         return any(e.serves for e in self)
 
     def at_one_version(self) -> bool:
-        """Whether all that serve hold the same one; an engine whose last swap failed holds up nobody."""
-        return len({e.version for e in self if e.serves and not e.failures}) <= 1
+        """Whether all that serve or join hold the same one; one whose last swap failed, or that does not
+        answer, holds up nobody."""
+        return len({e.version for e in self if e.state in ("joining", "serving") and not e.failures}) <= 1
 
     def update(
         self, infos: Mapping[str, Mapping[str, Any]], keep: Collection[str] = ()
