@@ -75,7 +75,8 @@ class SubscriberConfig:
     ``site`` names the place that an engine stands at ("": the trainer's); engines of one site take from each
     other. A ``reliable`` engine counts as a holder of versions, one that may vanish doesn't. With ``relay``
     this rank serves what it holds to others, listening on ``host``, in chunks of ``chunk_bytes``; a slot that
-    they read is waited for ``drain_s`` before it gets new memory.
+    they read is waited for ``drain_s`` before it gets new memory. ``payload`` says what travels from it to
+    them: frames of what changed need a copy of the newest version beside the slots.
     """
 
     engine: str = "engine-0"
@@ -93,6 +94,7 @@ class SubscriberConfig:
     hub_timeout_s: float = 60.0
     ttl_s: float = 10.0
     verbs: VerbsSettings = VerbsSettings()
+    payload: PayloadSettings = PayloadSettings()
     site: str = ""
     reliable: bool = True
     relay: bool = False

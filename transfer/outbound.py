@@ -264,11 +264,16 @@ class Outbound:
     def _send(
         self, ready: dict[str, Any], version: Version, reading: Reading, deadline: float
     ) -> RankOutcome:
-        """A frame where the receiver's version is a base for one, else everything."""
-        use = self._use_of_chain
+        """A frame where the receiver's version is a base for one, else everything.
+
+        A version that is still arriving here is waited for then: a relay has no whole version to send before
+        it has one, and what changed is sent faster.
+        """
+        use, base = self._use_of_chain, _base(ready)
         encoded = None
-        if use is not None and not reading.partial:
-            encoded = use.frame(_base(ready), version, reading.shards)
+        if use is not None and (not reading.partial or use.may_follow(base, version)):
+            reading.confirm(deadline)
+            encoded = use.frame(base, version, reading.shards)
         if encoded is None:
             return self._send_full(ready, version, reading, deadline)
         return self._send_frame(ready, version, encoded, deadline)

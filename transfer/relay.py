@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 
 from jaxrl_sync.transfer.config import PublisherConfig, SubscriberConfig
@@ -67,6 +68,7 @@ class Relay:
             hub_timeout_s=config.hub_timeout_s,
             ttl_s=config.ttl_s,
             verbs=config.verbs,
+            payload=config.payload,
         )
         self.rank = config.rank
         self.run_id = hub.run_id
@@ -118,6 +120,18 @@ class Relay:
     def read(self, version: Version, pairing: Pairing, deadline: float) -> Reading | str:
         """The slot that holds ``version``, wholly or in part so far, or why there is none."""
         return self._holding.read(version, deadline)
+
+    def follow(self, version: Version) -> None:
+        """Prepare for frames that start from ``version``, which is verified here; blocks for a comparison."""
+        if self.chains.settings.kind == "full" or self.closing:
+            return
+        reading = self._holding.read(version, time.monotonic())
+        if isinstance(reading, str):
+            return
+        try:
+            self.chains.follow(version, reading.shards)
+        finally:
+            reading.close()
 
     def since_published(self, version: Version) -> float:
         """Seconds since ``version`` began to arrive here."""

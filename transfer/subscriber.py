@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import logging
 import math
 import threading
@@ -487,4 +488,6 @@ class Subscriber:
         edges = list(report.edges) if report is not None else []
         told = {"edges": edges, "seconds": {"swap": seconds["swap"]}}
         self._watching.report(lambda: self._tell(offer, "installed", told))
+        if self._relay is not None:
+            self._watching.report(functools.partial(self._relay.follow, offer.version))
         return tree

@@ -146,4 +146,5 @@ def to_subscriber(config: RunConfig, replica: int, rank: int) -> SubscriberConfi
         reliable=replica not in s.spot,
         relay=s.relay or s.fanout != "star" or len({s.site, *s.sites}) > 1,
         host=config.run.host,
+        payload=to_payload(config),
     )

@@ -10,6 +10,7 @@ import pytest
 
 from jaxrl_sync.sharding.presets import qwen3
 from jaxrl_sync.transfer import Version
+from jaxrl_sync.transfer.payload.settings import PayloadSettings
 from jaxrl_sync.transfer.transports import tcp
 from jaxrl_sync.transfer.transports.shm import ShmSender
 from jaxrl_sync.transfer.transports.tcp import TcpSender
@@ -145,3 +146,42 @@ def test_parts_are_handed_on_while_others_are_still_to_come(
         assert report.source == source
         assert right(tree, expected_of(params))
     assert publisher.stats()["bytes_sent"] == BYTES
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_what_changed_is_handed_on_as_what_changed(rig: Rig, transport: str) -> None:
+    sparse = PayloadSettings("sparse")
+    params = trainer_params()
+    publisher = rig.publisher(params, transport, payload=sparse, fanout="chain")
+    engines = [rig.subscriber(n, transport, relay=True, payload=sparse, first=f) for n, f in PLACES.items()]
+    reports: dict[tuple[str, int], Any] = {}
+
+    def run(engine: Any, number: int) -> None:
+        update = engine.poll(20)
+        assert update.version.number == number
+        reports[engine.config.engine, number] = update.prepare(), update.swap()
+
+    def followed(version: Version) -> bool:
+        chains = [c for e in engines for c in e._relay.chains._chains.values()]
+        return all(c.head == version for c in chains)
+
+    for number in range(4):
+        if number:
+            params = jax.tree.map(lambda x: x.at[(0,) * x.ndim].add(1.0), params)
+        publisher.publish(params, Version("a", number))
+        threads = [threading.Thread(target=run, args=(e, number)) for e in engines]
+        for thread, engine in zip(threads, engines, strict=True):
+            thread.start()  # the next one begins once this one has: the chain is the same every time
+            until(lambda e=engine, t=thread: e._state.filling is not None or not t.is_alive(), 20)  # type: ignore[misc]
+        for thread in threads:
+            thread.join(30)
+        for engine in engines:
+            assert right(reports[engine.config.engine, number][1], expected_of(params))
+        version = Version("a", number)
+        until(lambda v=version: followed(v))  # type: ignore[misc]
+    assert [reports[n, 0][0].payload for n in PLACES] == ["full"] * 3
+    for name in PLACES:
+        for number in range(1, 4):
+            before, report = reports[name, number - 1][0], reports[name, number][0]
+            assert report.payload == "frame" or report.source != before.source, (name, number)
+    assert sum(e.stats()["relayed_bytes"] for e in engines) < 5 * BYTES

@@ -127,7 +127,7 @@ class Chain:
             key = base, version
             if key in self._frames:
                 return self._frames[key]
-            if not self._knows(base):
+            if not self.knows(base):
                 return None
             start = time.perf_counter()
             self._advance(version, sources)
@@ -137,6 +137,13 @@ class Chain:
             if found is not None:
                 self._keep(key, found)
             return found
+
+    def follow(self, version: Version, sources: Shards) -> None:
+        """Make ``version`` the head where an older one is it: frames can then start from it, too."""
+        with self._lock:
+            if self._head is not None:
+                self._advance(version, sources)
+                self._forget()
 
     def confirm(self, receiver: object, version: Version) -> None:
         """``receiver`` acknowledged ``version``: steps that no receiver needs any more are let go."""
@@ -150,7 +157,8 @@ class Chain:
             self._confirmed.pop(receiver, None)
             self._forget()
 
-    def _knows(self, base: Version) -> bool:
+    def knows(self, base: Version) -> bool:
+        """Whether frames can start from ``base``."""
         return base == self._head or any(s.base == base for s in self._steps)
 
     def _between(self, base: Version, version: Version) -> list[Step] | None:

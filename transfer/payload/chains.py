@@ -35,6 +35,13 @@ class Chains:
             self._users[link] = key
             return Use(self._chains[key], link, self.settings)
 
+    def follow(self, version: Version, sources: Shards) -> None:
+        """``version`` is here: whoever had it from elsewhere can be sent what changes after it."""
+        with self._lock:
+            chains = list(self._chains.values())
+        for chain in chains:
+            chain.follow(version, sources)
+
     def close(self, link: str) -> None:
         """The link is gone; the last one that uses a chain takes its baseline with it."""
         with self._lock:
@@ -64,6 +71,13 @@ class Use:
         self._link = link
         self._settings = settings
         self._since_anchor = 0
+
+    def may_follow(self, base: Version | None, version: Version) -> bool:
+        """Whether a frame from ``base`` is likely to be sent for ``version`` once all of it is here."""
+        settings = self._settings
+        due = settings.anchor_every and self._since_anchor >= settings.anchor_every
+        worth = settings.kind != "auto" or self.chain.seen.frame_pays(version)
+        return base is not None and version.follows(base) and self.chain.knows(base) and worth and not due
 
     def frame(self, base: Version | None, version: Version, sources: Shards) -> Encoded | None:
         """What to send for ``version`` to a receiver that holds ``base``; None: everything."""
