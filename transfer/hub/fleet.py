@@ -9,7 +9,9 @@ begin.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxrl_sync.transfer.hub.state import Fanout, HubState, Member, MemberKey, Round, Tag, version_of, whole
@@ -41,17 +43,20 @@ class Holder:
 
 def holders(state: HubState, tag: Tag) -> list[Holder]:
     """Every live world that can serve a version, publishers first."""
-    found = [
-        h
-        for w, ranks in state.worlds("publisher", tag.model).items()
-        if (h := _publisher(state, tag, w, ranks))
-    ]
-    engines = state.engine_ranks(tag.model)
+    found = publishers(state, tag)
+    engines, begun = state.engine_ranks(tag.model), _begun(state, tag)
+    depths = _depths(begun)
     for name, ranks in state.worlds("relay", tag.model).items():
-        holder = _relay(state, tag, name, ranks, engines.get(name))
+        holder = _relay(state, tag, name, ranks, engines.get(name), begun.get(name), depths.get(name, 0))
         if holder is not None:
             found.append(holder)
     return found
+
+
+def publishers(state: HubState, tag: Tag) -> list[Holder]:
+    """Every live publisher world that holds a version."""
+    worlds = state.worlds("publisher", tag.model)
+    return [h for w, ranks in worlds.items() if (h := _publisher(state, tag, w, ranks))]
 
 
 def _publisher(state: HubState, tag: Tag, name: str, ranks: dict[int, Member]) -> Holder | None:
@@ -64,7 +69,13 @@ def _publisher(state: HubState, tag: Tag, name: str, ranks: dict[int, Member]) -
 
 
 def _relay(
-    state: HubState, tag: Tag, name: str, ranks: dict[int, Member], engine: dict[int, Member] | None
+    state: HubState,
+    tag: Tag,
+    name: str,
+    ranks: dict[int, Member],
+    engine: dict[int, Member] | None,
+    own: Round | None,
+    depth: int,
 ) -> Holder | None:
     if engine is None or not whole(ranks) or not whole(engine):
         return None
@@ -74,31 +85,35 @@ def _relay(
     source, site = Source("relay", name), engine[0].site
     if all(state.installed.get(m.key) == tag.version for m in engine.values()):
         return Holder(source, ranks, True, reliable, site, 0)
-    own = own_round(state, tag, name)
     if own is None:
         return None
-    if not own.reading:
-        return Holder(source, ranks, True, reliable, site, 0)
-    return Holder(source, ranks, False, reliable, site, _depth(state, own))
+    return Holder(source, ranks, not own.reading, reliable, site, depth)
 
 
 def own_round(state: HubState, tag: Tag, engine: str) -> Round | None:
     """The begun round in which an engine takes a version."""
-    for entry in state.rounds.values():
-        if (entry.engine, entry.model, entry.version) == (engine, *tag) and entry.begun:
-            return entry
-    return None
+    return _begun(state, tag).get(engine)
 
 
-def _depth(state: HubState, entry: Round) -> int:
-    """How many hops lie between a reader and a whole copy; cycles can't arise, but the walk is bounded."""
-    depth = 1
-    while entry.role == "relay" and depth <= len(state.rounds):
-        above = own_round(state, Tag(entry.model, entry.version), entry.world)
-        if above is None or not above.reading:
-            break
-        entry, depth = above, depth + 1
-    return depth
+def _begun(state: HubState, tag: Tag) -> dict[str, Round]:
+    """The begun rounds of a version by engine."""
+    return {r.engine: r for r in state.rounds.values() if (r.model, r.version) == tag and r.begun}
+
+
+def _depths(begun: dict[str, Round]) -> dict[str, int]:
+    """How many hops lie between each engine that is reading and a whole copy; cycles can't arise."""
+    depths: dict[str, int] = {}
+    for name in begun:
+        path: list[str] = []
+        while name not in depths and name not in path and (entry := begun.get(name)) and entry.reading:
+            path.append(name)
+            if entry.role != "relay":
+                break
+            name = entry.world
+        depth = depths.get(name, 0) if not path or path[-1] != name else 0
+        for below in reversed(path):
+            depths[below] = depth = depth + 1
+    return depths
 
 
 def readers(state: HubState, source: Source, tag: Tag | None = None) -> list[Round]:
@@ -124,31 +139,48 @@ def choose(state: HubState, tag: Tag, engine: str, ranks: dict[int, Member]) -> 
         for h in holders(state, tag)
         if h.source.role == "publisher" or (follows_relays and h.source.name != engine)
     ]
-    fanout = state.fanouts.get(tag.model, Fanout())
-    failed = _failures(state, tag, engine)
-    return min(found, key=lambda h: _preference(state, tag, h, ranks[0].site, fanout, failed), default=None)
+    weigh = _Weights(
+        state.fanouts.get(tag.model, Fanout()),
+        ranks[0].site,
+        collections.Counter(Source(r.role, r.world) for r in state.rounds.values() if r.reading),
+        _served(state, tag),
+        _failures(state, tag, engine),
+    )
+    return min(found, key=weigh, default=None)
 
 
-def _preference(
-    state: HubState, tag: Tag, holder: Holder, site: str, fanout: Fanout, failed: dict[Source, int]
-) -> tuple[Any, ...]:
-    load = len(readers(state, holder.source))
-    publisher = holder.source.role == "publisher"
-    outside = holder.site != site
-    if fanout.kind == "star":
-        order: tuple[Any, ...] = (not publisher, holder.depth, load)
-    else:
-        served = load + (_served(state, tag, holder.source) if publisher else 0)
-        over = served >= fanout.readers
-        order = (over, over and publisher, holder.depth, load, publisher)
-    return (failed.get(holder.source, 0), outside, *order, not holder.reliable, holder.source)
+def propose(state: HubState, tag: Tag, engine: str, ranks: dict[int, Member]) -> Holder | None:
+    """A source until the round begins: a publisher, as the best one isn't known yet, else as `choose`."""
+    return next(iter(publishers(state, tag)), None) or choose(state, tag, engine, ranks)
 
 
-def _served(state: HubState, tag: Tag, source: Source) -> int:
-    """Rounds of a version that have finished reading from a source."""
+@dataclasses.dataclass(frozen=True)
+class _Weights:
+    """What one choice goes by; the holder with the least value is taken."""
+
+    fanout: Fanout
+    site: str
+    loads: Mapping[Source, int]
+    served: Mapping[Source, int]
+    failed: Mapping[Source, int]
+
+    def __call__(self, holder: Holder) -> tuple[Any, ...]:
+        source = holder.source
+        load, publisher = self.loads.get(source, 0), source.role == "publisher"
+        if self.fanout.kind == "star":
+            order: tuple[Any, ...] = (not publisher, holder.depth, load)
+        else:
+            over = load + (self.served.get(source, 0) if publisher else 0) >= self.fanout.readers
+            order = (over, over and publisher, holder.depth, load, publisher)
+        outside = holder.site != self.site
+        return (self.failed.get(source, 0), outside, *order, not holder.reliable, source)
+
+
+def _served(state: HubState, tag: Tag) -> Mapping[Source, int]:
+    """Rounds of a version that have finished reading, by source."""
     over = [r for r in state.closed.values() if r.state in ("committed", "partially_committed", "unknown")]
     rounds = [r for r in state.rounds.values() if r.begun and not r.reading] + over
-    return sum((r.role, r.world) == source and (r.model, r.version) == tag for r in rounds)
+    return collections.Counter(Source(r.role, r.world) for r in rounds if (r.model, r.version) == tag)
 
 
 def _failures(state: HubState, tag: Tag, engine: str) -> dict[Source, int]:

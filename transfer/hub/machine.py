@@ -86,6 +86,8 @@ def step(state: HubState, event: Event, now: float) -> tuple[HubState, Done | Re
     """Apply one event. The state returned is settled; a refused event changes nothing but the settling."""
     state, gone = _expire(state, now)
     state, outcome = _apply(state, event, now)
+    if isinstance(event, Heartbeat) and not gone:
+        return state, outcome  # by far the most frequent one; deadlines are left to the next tick
     state, log = _settle(state, now)
     if isinstance(outcome, Done):
         outcome = dataclasses.replace(outcome, log=gone + outcome.log + log)
@@ -342,10 +344,11 @@ def _settle(state: HubState, now: float) -> tuple[HubState, tuple[str, ...]]:
     state, log = _end_broken(state, now)
     state = _release_pins(_derive(state))
     models = {m.info.get("model") for m in state.members.values() if m.key.role == "subscriber"}
+    taking = {(r.model, r.engine): r for r in state.rounds.values()}
     for model in sorted(m for m in models if isinstance(m, str)):
         for engine, ranks in state.engine_ranks(model).items():
             if whole(ranks):
-                state = _offer(state, model, engine, ranks)
+                state = _offer(state, model, engine, ranks, taking.get((model, engine)))
     return state, log
 
 
@@ -421,18 +424,19 @@ def _lives(state: HubState, key: MemberKey, incarnation: str) -> bool:
     return member is not None and member.incarnation == incarnation
 
 
-def _offer(state: HubState, model: str, engine: str, ranks: dict[int, Member]) -> HubState:
+def _offer(
+    state: HubState, model: str, engine: str, ranks: dict[int, Member], entry: Round | None
+) -> HubState:
+    """Offer an engine what it needs, unless the round that it is offered, or takes part in, will do."""
     newest = state.newest.get(model)
     version = fleet.wanted(ranks) or (newest.version if newest is not None else None)
     have = [state.installed.get(m.key) for m in ranks.values()]
     needed = version is not None and any(accepts(v, version) for v in have)
-    for entry in state.rounds.values():
-        if entry.engine == engine and entry.model == model:
-            if entry.begun or (needed and entry.version == version):
-                return state
-            why = f"by {version}" if needed else "every rank has it"
-            state = outcomes.close(state, entry, "superseded", why, "none")
-            break
+    if entry is not None:
+        if entry.begun or (needed and entry.version == version):
+            return state
+        why = f"by {version}" if needed else "every rank has it"
+        state = outcomes.close(state, entry, "superseded", why, "none")
     if version is None or not needed or not fleet.has_room(state, engine, ranks):
         return state
     if newest is not None and not newest.told and any(v and v.lineage != version.lineage for v in have):
@@ -441,7 +445,7 @@ def _offer(state: HubState, model: str, engine: str, ranks: dict[int, Member]) -
 
 
 def _propose(state: HubState, tag: Tag, engine: str, ranks: dict[int, Member]) -> HubState:
-    holder = fleet.choose(state, tag, engine, ranks)
+    holder = fleet.propose(state, tag, engine, ranks)
     if holder is None:
         return state
     entry = Round(

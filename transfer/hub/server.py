@@ -73,13 +73,16 @@ class Hub:
         self._changed.set()
 
     def apply(self, event: machine.Event) -> machine.Done | machine.Refused:
-        """Apply one event and wake every long poll if the state changed."""
+        """Apply one event and wake every long poll if anything but a lease changed."""
         before = self.state
         self.state, outcome = machine.step(before, event, time.monotonic())
         self.trace.see(before, self.state, time.time())
         for line in outcome.log if isinstance(outcome, machine.Done) else ():
             logger.info("%s", line)
-        if self.state is not before:
+        renewed = (
+            isinstance(event, machine.Heartbeat) and isinstance(outcome, machine.Done) and not outcome.log
+        )
+        if self.state is not before and not renewed:
             self._changed.set()
             self._changed = asyncio.Event()
         return outcome
