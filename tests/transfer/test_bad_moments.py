@@ -79,17 +79,17 @@ def test_lanes_with_absurd_numbers_are_refused(
 def test_a_publisher_out_of_descriptors_takes_links_again_later(rig: Rig) -> None:
     params = trainer_params()
     publisher = rig.publisher(params)
-    real, refused = publisher._listening._listener, threading.Event()
+    real, refused = publisher._listening._reception._listener, threading.Event()
 
     class Full:
         """A listener that can't accept once."""
 
         def accept(self) -> Any:
-            publisher._listening._listener = real
+            publisher._listening._reception._listener = real
             refused.set()
             raise OSError(errno.EMFILE, "Too many open files")
 
-    publisher._listening._listener = Full()  # type: ignore[assignment]
+    publisher._listening._reception._listener = Full()  # type: ignore[assignment]
     assert refused.wait(5)
     publisher.publish(params, Version("a", 0))
     assert take(rig.subscriber())[0] == Version("a", 0)

@@ -70,7 +70,7 @@ class _Lanes:
         count = len(connections)
         self._edge, self._terms = edge, terms
         self.connections = list(connections)
-        self.side = side
+        self.side: Side = side
         self.staging = [memoryview(bytearray()) for _ in self.connections]
         self.pinned = [pinned_stream(chunk) for chunk in self.staging]
         self._pool = concurrent.futures.ThreadPoolExecutor(count - 1, "lane") if count > 1 else None
