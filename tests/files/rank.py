@@ -39,7 +39,7 @@ def write(path: Path, rank: int, world: str) -> None:
         for line in sys.stdin:
             word, _, number = line.strip().rpartition(" ")
             if word == "lose":  # what this rank would write isn't there when it is asked for
-                publisher._part.write = _fails  # type: ignore[method-assign]
+                publisher._part.write = _fails  # type: ignore[method-assign, assignment]
             ticket = publisher.publish(tree(int(number)), Version("run", int(number)))
             try:
                 outcome = ticket.wait(60)

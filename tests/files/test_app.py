@@ -37,10 +37,10 @@ def check_channel(run_dir: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 2], ids=["one-process", "two-processes-a-side"])
 def test_a_run_over_a_folder(tmp_path: Path, size: int) -> None:
-    options = ("--sync.transport=file", "--sync.file.path=weights", "--sync.file.anchor_every=4")
+    options = ["--sync.transport=file", "--sync.file.path=weights", "--sync.file.anchor_every=4"]
     if size == 2:
-        options += ("--trainer.processes=2", "--trainer.devices=1", "--engine.processes=2")
-        options += ("--engine.replicas=1",)
+        options += ["--trainer.processes=2", "--trainer.devices=1"]
+        options += ["--engine.processes=2", "--engine.replicas=1"]
     with Run(tmp_path / "run", *SMALL, f"--run.steps={STEPS}", *options) as run:
         assert finished(run) == {"file"}
         check_channel(tmp_path / "run")

@@ -32,7 +32,8 @@ def test_a_writer_on_another_host_counts_as_alive_until_it_is_silent(
 ) -> None:
     first = writer(tmp_path / "c", holder_ttl_s=0.8)
     write(first, 0)
-    first._lock.close()  # type: ignore[union-attr]  a lock of another machine isn't seen here
+    assert first._lock is not None
+    first._lock.close()  # one of another machine isn't seen here
     monkeypatch.setattr(epochs, "boot", lambda: "another machine")
     with pytest.raises(ChannelBusy, match="counts as dead after 0.8 s"):
         writer(tmp_path / "c", holder_ttl_s=0.8)
@@ -52,7 +53,8 @@ def test_a_writer_on_another_host_counts_as_alive_until_it_is_silent(
 def test_a_writer_that_was_taken_over_says_so(tmp_path: Path) -> None:
     with writer(tmp_path / "c") as old:
         write(old, 0)
-        old._lock.close()  # type: ignore[union-attr]
+        assert old._lock is not None
+        old._lock.close()
         (tmp_path / "c" / "writer.lock").unlink()
         with writer(tmp_path / "c") as new, reader(tmp_path / "c") as subscriber:
             write(new, 1)

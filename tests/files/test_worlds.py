@@ -30,15 +30,27 @@ class World:
         self.ranks = [subprocess.Popen([*command, str(r), name], **pipes) for r in range(2)]  # type: ignore[call-overload]
         assert self.answers() == [["ready"]] * 2
 
+    def say(self, rank: int, word: str) -> None:
+        """A line to one rank."""
+        pipe = self.ranks[rank].stdin
+        assert pipe is not None
+        pipe.write(word + "\n")
+        pipe.flush()
+
+    def hear(self, rank: int) -> list[str]:
+        """A line from one rank."""
+        pipe = self.ranks[rank].stdout
+        assert pipe is not None
+        return str(pipe.readline()).split()
+
     def tell(self, *words: str) -> None:
         """A line to each rank; one word for all, or one each."""
-        for rank, word in zip(self.ranks, words * 2 if len(words) == 1 else words, strict=True):
-            rank.stdin.write(word + "\n")
-            rank.stdin.flush()
+        for rank, word in enumerate(words if len(words) > 1 else words * 2):
+            self.say(rank, word)
 
     def answers(self) -> list[list[str]]:
         """A line from each rank."""
-        return [rank.stdout.readline().split() for rank in self.ranks]
+        return [self.hear(rank) for rank in range(2)]
 
     def ask(self, *words: str) -> list[list[str]]:
         """Both."""
@@ -102,15 +114,11 @@ def test_no_version_is_prepared_before_every_rank_has_the_one_before(
         write(publisher, 0)
         readers.tell("prepare")
         assert readers.answers() == [["prepared", "0"]] * 2
-        leader, follower = readers.ranks
-        leader.stdin.write("swap\n")
-        leader.stdin.flush()
-        assert leader.stdout.readline().split() == ["took", "0", "True"]
+        readers.say(0, "swap")
+        assert readers.hear(0) == ["took", "0", "True"]
         write(publisher, 1)
-        leader.stdin.write("look\n")
-        leader.stdin.flush()
-        assert leader.stdout.readline().split() == ["nothing"]
-        follower.stdin.write("swap\n")
-        follower.stdin.flush()
-        assert follower.stdout.readline().split() == ["took", "0", "True"]
+        readers.say(0, "look")
+        assert readers.hear(0) == ["nothing"]
+        readers.say(1, "swap")
+        assert readers.hear(1) == ["took", "0", "True"]
         assert readers.ask("next") == [["took", "1", "True"]] * 2

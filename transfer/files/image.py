@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import mmap
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from jaxrl_sync.sharding.layout import dtype_of
 from jaxrl_sync.transfer.codec import frame, native, values
 from jaxrl_sync.transfer.files.chains import Chain, cheapest
 from jaxrl_sync.transfer.files.channel import Channel
-from jaxrl_sync.transfer.files.errors import BrokenObject, NoVersion
+from jaxrl_sync.transfer.files.errors import BrokenObject, ChannelError, NoVersion
 from jaxrl_sync.transfer.files.folder import File, Folder
 from jaxrl_sync.transfer.files.leases import ReaderLease
 from jaxrl_sync.transfer.files.manifest import FrameRow, Manifest, Table
@@ -50,8 +51,18 @@ class Read:
 class Image:
     """The boxes of one schema. Used by one thread at a time; ``boxes`` alias the image."""
 
-    def __init__(self, channel: Channel, stored: Stored, wanted: Iterable[Slab], threads: int = 1) -> None:
-        """``wanted``: the slabs to hold. Memory is reserved now and taken as slabs are read."""
+    def __init__(
+        self,
+        channel: Channel,
+        stored: Stored,
+        wanted: Iterable[Slab],
+        threads: int = 1,
+        stop: threading.Event | None = None,
+    ) -> None:
+        """``wanted``: the slabs to hold. Memory is reserved now and taken as slabs are read. ``stop`` ends
+        what reads, with a ChannelError.
+        """
+        self._stop = stop or threading.Event()
         self._channel = channel
         self.stored = stored
         self._threads = threads
@@ -92,6 +103,7 @@ class Image:
                 if file.nbytes != expected:
                     raise BrokenObject(f"{file.where} has {file.nbytes} bytes, expected {expected}")
                 for slab, digest in pieces:
+                    self._check_wanted(file)
                     into = bits_of(self.boxes[key], slab)
                     file.read_into(into.view(np.uint8), slab.offset)
                     self._channel.seal.check_object(into.view(np.uint8), digest, file.where)
@@ -110,6 +122,7 @@ class Image:
                 for number, row in enumerate(table.frames):
                     group = slabs[row.first : row.first + row.count]
                     if any(s.number in self._wanted for s in group):
+                        self._check_wanted(file)
                         data = self._frame(file, row, group)
                         found = frame.decode(data)
                         found.check(self.stored.digest, rank, number)
@@ -117,6 +130,10 @@ class Image:
                         self._write(found, group, read)
                         read.delta_bytes += row.nbytes
         self.version = manifest.version
+
+    def _check_wanted(self, file: File) -> None:
+        if self._stop.is_set():
+            raise ChannelError(f"{file.where} isn't read on: the reader is closed")
 
     def _frame(self, file: File, row: FrameRow, group: Sequence[Slab]) -> bytearray:
         limit = FRAME_FACTOR * sum(s.nbytes for s in group) + FRAME_ROOM * len(group)

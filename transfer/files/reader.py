@@ -33,6 +33,7 @@ from jaxrl_sync.transfer.receiving import Prepared
 from jaxrl_sync.transfer.slots import Slot, Target
 from jaxrl_sync.transfer.version import Version
 
+CLOSE_S = 5.0
 BACKOFF_S = (0.05, 0.2, 0.5, 1.0, 2.0)
 
 logger = logging.getLogger("jaxrl_sync.transfer")
@@ -130,6 +131,7 @@ class FileSubscriber:
         self._prepared: tuple[FileUpdate, int | None] | None = None
         self._stats = FileReaderStats()
         self._lock = threading.RLock()
+        self._reading = threading.Lock()
         self._closed = threading.Event()
         self._retry_at = 0.0
         self._failures = 0
@@ -228,7 +230,7 @@ class FileSubscriber:
         if self._prepared is not None:
             self._discard(self._prepared[0], f"{update.version} is prepared")
         try:
-            with as_channel_error(f"reading {update.version}"):
+            with self._reading, as_channel_error(f"reading {update.version}"):
                 report, slot = self._take_together(update, deadline)
         except BaseException:
             with self._lock:
@@ -317,7 +319,7 @@ class FileSubscriber:
         pairing = Pairing(self._target.layout, mine, plan(layout, self._target.layout, mine))
         rank = pairing.rank(self.config.rank, "target")
         copies = tuple(c for edge in rank.edges for c in edge.copies)
-        image = Image(channel, stored, needed(stored, copies), self.config.threads)
+        image = Image(channel, stored, needed(stored, copies), self.config.threads, self._closed)
         return _Pair(pairing, copies, CopyTable.direct(copies), rank.constants, image)
 
     # The end of an update.
@@ -348,10 +350,11 @@ class FileSubscriber:
                 self._prepared = None
 
     def close(self) -> None:
-        """Give up the lease and the slots that nobody looks at. Idempotent."""
+        """Give up the lease and the slots that nobody looks at; what is being read ends. Idempotent."""
         if self._closed.is_set():
             return
         self._closed.set()
+        self._reading.acquire(timeout=CLOSE_S)
         if self._lease is not None:
             self._lease.close()
         if self._channel is not None:

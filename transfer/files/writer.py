@@ -392,6 +392,8 @@ class FilePublisher:
                 self._turns.done(order.turn, str(error))
         if isinstance(error, Fenced):
             self._error = error
+        elif self.rank == 0 and not self._stop.is_set():
+            self._tidy(order)  # what is half written may be what fills the disk
         if item is not None:
             item.ticket.settle(error if isinstance(error, UserError) else _wrapped(order, error))
 

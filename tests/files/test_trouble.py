@@ -1,0 +1,118 @@
+"""Disks that are full, file systems without hard links, readers that are closed while they read."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxrl_sync.transfer.errors import TransferError
+from jaxrl_sync.transfer.files.errors import ChannelError
+from jaxrl_sync.transfer.files.folder import Folder
+from jaxrl_sync.transfer.files.image import Image
+from jaxrl_sync.transfer.version import Version
+from tests.files.channels import holds, names, reader, take, tree, write, writer
+
+
+def test_a_full_disk_costs_a_version_by_name_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real, full = tmp_path / "c", Folder.write, threading.Event()
+
+    def write_some(self: Folder, name: str, parts: Iterable[Any], sync: bool = True) -> int:
+        if full.is_set() and name.endswith("-table"):
+            raise OSError(errno.ENOSPC, "No space left on device", name)
+        return real(self, name, parts, sync)
+
+    monkeypatch.setattr(Folder, "write", write_some)
+    with writer(path) as publisher, reader(path) as subscriber:
+        write(publisher, 0, 1)
+        before = names(path, "objects")
+        full.set()
+        with pytest.raises(ChannelError, match="writing run:2: .* No space left on device"):
+            publisher.publish(tree(2), Version("run", 2)).wait(30)
+        assert publisher.drain(10)
+        assert names(path, "objects") == before  # the frames of 2 are gone again
+        full.clear()
+        write(publisher, 3)
+        assert holds(take(subscriber)[1], 3)
+        assert [v.number for v in subscriber.versions()] == [0, 1, 3]
+        assert publisher.stats()["failed"] == 1 and publisher.stats()["anchors"] == 1
+
+
+def test_a_file_system_without_hard_links_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_link(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_link)
+    with writer(tmp_path / "c") as publisher, reader(tmp_path / "c") as subscriber:
+        for number in range(4):
+            write(publisher, number)
+            assert holds(take(subscriber)[1], number)
+    assert all(not n.startswith("tmp-") for n in names(tmp_path / "c", "versions"))
+
+
+def test_a_reader_that_is_closed_while_it_reads_ends_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, held, go = Image.load, threading.Event(), threading.Event()
+
+    def slow(self: Image, *args: Any) -> None:
+        held.set()
+        assert go.wait(60)
+        load(self, *args)
+
+    monkeypatch.setattr(Image, "load", slow)
+    errors: list[BaseException] = []
+    with writer(tmp_path / "c") as publisher:
+        write(publisher, 0)
+        subscriber = reader(tmp_path / "c")
+        update = subscriber.poll(10)
+        assert update is not None
+
+        def prepare() -> None:
+            try:
+                update.prepare()
+            except TransferError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=prepare)
+        thread.start()
+        assert held.wait(20)
+        closing = threading.Thread(target=subscriber.close)
+        closing.start()
+        go.set()
+        thread.join(30)
+        closing.join(30)
+        assert len(errors) == 1 and "the reader is closed" in str(errors[0])
+        with pytest.raises(TransferError, match="is closed"):
+            subscriber.poll()
+
+
+def test_a_writer_that_is_closed_says_so(tmp_path: Path) -> None:
+    publisher = writer(tmp_path / "c")
+    write(publisher, 0)
+    publisher.close()
+    publisher.close()
+    with pytest.raises(TransferError, match="is closed"):
+        publisher.publish(tree(1), Version("run", 1))
+    assert names(tmp_path / "c", "epochs") == ["00000001", "00000001-closed", "00000001-sealed"]
+
+
+def test_nothing_stays_open(tmp_path: Path) -> None:
+    def cycle() -> None:
+        with writer(tmp_path / "c", keep=2) as publisher, reader(tmp_path / "c") as subscriber:
+            number = max((v.number for v in subscriber.versions()), default=-1) + 1
+            write(publisher, number, number + 1)
+            take(subscriber)
+
+    cycle()
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(3):
+        cycle()
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
