@@ -1,0 +1,100 @@
+"""A hub that comes back empty, with real publishers, engines and relays: what they say again is enough."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from jaxrl_sync.transfer import Version
+from tests.transfer.models import (
+    Rig,
+    ServerThread,
+    convert,
+    engine_target,
+    same_bits,
+    take,
+    trainer_params,
+    until,
+)
+
+A0, A1 = Version("a", 0), Version("a", 1)
+
+
+class Lives:
+    """A hub on one port that can be restarted."""
+
+    def __init__(self, token_file: Path) -> None:
+        self._token_file = token_file
+        self.server = ServerThread(token_file)
+
+    def restart(self) -> None:
+        port = int(self.server.url.rsplit(":", 1)[1])
+        self.server.close()
+        self.server = ServerThread(self._token_file, port)
+
+
+@pytest.fixture
+def lives(token_file: Path) -> Iterator[Lives]:
+    made = Lives(token_file)
+    yield made
+    made.server.close()
+
+
+def test_without_the_trainer_engines_serve_late_joiners_of_a_restarted_hub(
+    lives: Lives, token_file: Path
+) -> None:
+    params = trainer_params()
+    with Rig(lives.server, token_file) as rig:
+        client = rig.hub_client()
+        publisher, relay = rig.publisher(params), rig.subscriber("a", relay=True)
+        publisher.publish(params, A0)
+        take(relay)
+        publisher.publish(trainer_params(1), A1)
+        take(relay)
+        until(lambda: client.status()["engines"]["a"]["ranks"]["0"] == {"lineage": "a", "number": 1})
+        publisher.close()
+        lives.restart()
+        until(lambda: any(m.role == "relay" for m in client.members()))
+        until(lambda: client.newest() is not None)
+        newest = client.newest()
+        assert newest is not None and newest.version == A1 and newest.available
+        version, tree = take(rig.subscriber("late", target=engine_target(6)))
+        assert version == A1 and same_bits(tree, convert_at(tree))
+        rows = client.status()["replicas"]["policy"]
+        assert {(r["holder"]["name"], r["state"]) for r in rows} >= {("a", "published")}
+
+
+def convert_at(tree: Any) -> Any:
+    made = jax.jit(convert)(trainer_params(1))
+    return jax.tree.map(lambda x, y: jax.device_put(jax.device_get(y), x.sharding), tree, made)
+
+
+def test_a_restart_in_the_middle_of_a_round_costs_at_most_that_round(lives: Lives, token_file: Path) -> None:
+    params = trainer_params()
+    with Rig(lives.server, token_file) as rig:
+        publisher, subscriber = rig.publisher(params), rig.subscriber()
+        publisher.publish(params, A0)
+        take(subscriber)
+        publisher.publish(trainer_params(1), A1)
+        update = subscriber.poll(15)
+        assert update is not None
+        update.prepare()
+        lives.restart()  # it forgets the round, whose version is swapped in all the same
+        assert same_bits(update.swap(), convert(trainer_params(1)))
+        client = rig.hub_client()
+
+        def known() -> bool:
+            status = client.status()
+            ranks = status["engines"].get("engine-0", {}).get("ranks", {})
+            return bool(ranks) and ranks["0"] == {"lineage": "a", "number": 1} and not status["rounds"]
+
+        until(known, 20)
+        assert subscriber.poll(0.2) is None
+        tree = trainer_params(2)
+        publisher.publish(tree, Version("a", 2))
+        version, mine = take(subscriber)
+        assert version == Version("a", 2) and same_bits(mine, convert(tree))
