@@ -70,6 +70,11 @@ def _check_placement(config: RunConfig) -> None:
         return
     if placement == "colocated" and replicas != 1:
         raise ConfigError(f"engine.placement='colocated' is one replica, found engine.replicas={replicas}")
+    if placement == "colocated" and config.eval.pin:
+        raise ConfigError(
+            "eval.pin=true needs a trainer that keeps versions for engines elsewhere, found "
+            "engine.placement='colocated'"
+        )
     if placement == "mixed" and replicas < 2:
         raise ConfigError(
             f"engine.placement='mixed' is one replica with the trainer and others, found "

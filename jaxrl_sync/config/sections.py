@@ -337,6 +337,8 @@ class EvalSection(Section):
     temperature: Annotated[float, Field(ge=0)] = 0.0
     share: Fraction = 0.5
     """Largest part of the permits and of the engines that evaluation takes while training goes on."""
+    pin: bool = False
+    """Have the trainer keep the version, for engines that come late, until its evaluation is over."""
     timeout_s: Seconds = 180.0
 
 

@@ -38,6 +38,8 @@ class EvalConfig:
     prompts: int = 64
     samples: int = 1
     timeout_s: float = 180.0
+    pin: bool = False
+    """Pin the version at the hub meanwhile."""
     share: float = 0.5
     """Largest part of the permits and of the engines that evaluation may hold while training wants them."""
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)
@@ -165,6 +167,7 @@ def loop_config(run: RunConfig) -> LoopConfig:
             prompts=run.eval.prompts,
             samples=run.eval.samples,
             timeout_s=run.eval.timeout_s,
+            pin=run.eval.pin,
             share=run.eval.share,
             sampling=dataclasses.replace(train, temperature=run.eval.temperature),
         ),

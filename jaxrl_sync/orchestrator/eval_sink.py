@@ -12,8 +12,10 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from jaxrl_sync.batch.rollout import Episode, Reward
 from jaxrl_sync.orchestrator.book import Book
@@ -31,12 +33,23 @@ from jaxrl_sync.orchestrator.groups import EngineView, OpenGroup
 from jaxrl_sync.orchestrator.prompts import Prompts
 from jaxrl_sync.orchestrator.scoring import Scorer
 from jaxrl_sync.orchestrator.signal import Signal
+from jaxrl_sync.orchestrator.threads import in_thread
+from jaxrl_sync.transfer.errors import TransferError
 from jaxrl_sync.transfer.version import Version
 
 _MAX_RESTARTS = 3
 _MAX_TRIES = 3
 _HOLD_S = 5.0
 _AGAIN_S = 0.1
+_PIN_S = 60.0
+logger = logging.getLogger("jaxrl_sync.orchestrator")
+
+
+class Pins(Protocol):
+    """What ``HubClient`` is to evaluations; blocking, thread-safe."""
+
+    def pin(self, version: Version, by: str) -> None: ...
+    def unpin(self, version: Version, by: str) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,13 +110,15 @@ class EvalSink:
         signal: Signal,
         prompts: Prompts,
         client: EngineClient,
+        pins: Pins,
         on_result: Callable[[EvalResult], None],
         done: set[int] | None = None,
     ) -> None:
         self._config, self._book, self._engines = config, book, engines
         self._dispatcher, self._scorer, self._signal = dispatcher, scorer, signal
         self._prompts, self._items, self._on_result = prompts, prompts.eval_items, on_result
-        self._client = client
+        self._client, self._pins = client, pins
+        self.pin_failures = 0
         self._releases: set[asyncio.Task[None]] = set()
         self._triggers: collections.deque[int] = collections.deque()
         self._seen: set[int] = set(done or ())
@@ -164,10 +179,12 @@ class EvalSink:
     async def _evaluate(self, trigger: int) -> None:
         for _ in range(_MAX_RESTARTS + 1):
             run = await self._reserve(trigger)
+            await self._pin(self._pins.pin, run.version)
             try:
                 await self._play(run)
             finally:
                 self._release(run)
+            await self._pin(self._pins.unpin, run.version)
             if run.over or time.monotonic() - run.started >= self._config.eval.timeout_s:
                 self._on_result(self._result(run))
                 return
@@ -183,6 +200,16 @@ class EvalSink:
             if run.engines or time.monotonic() > deadline:
                 return run
             await asyncio.sleep(_AGAIN_S)  # until it is known what they moved on to
+
+    async def _pin(self, call: Callable[[Version, str], None], version: Version) -> None:
+        """Tell the hub, if the config says so; a version that nobody keeps is evaluated all the same."""
+        if not self._config.eval.pin:
+            return
+        try:
+            await in_thread(call, version, "eval", timeout_s=_PIN_S, what=f"the pin of version {version}")
+        except (TransferError, DeadlineError) as error:
+            self.pin_failures += 1
+            logger.warning("evaluation: %s", error)
 
     async def _find(self, trigger: int) -> _Run:
         found: list[Engine] = []

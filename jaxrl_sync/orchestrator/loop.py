@@ -123,6 +123,7 @@ class Loop:
             self.signal,
             self.prompts,
             self._client,
+            parts.hub,
             self._on_eval,
             done=evals_done(self.metrics.earlier),
         )

@@ -56,16 +56,16 @@ class PlainLoop:
         self.data = self.task.dataset("train", config.task.seed)
         self.source = DataSource(self.data.size, config.run.seed)
         self.engine_config: EngineConfig = to_engine(config)
-        self.engine_mesh = tp_mesh(config.engine.devices)
+        colocated = config.engine.placement == "colocated"
+        self.tp = config.trainer.devices if colocated else config.engine.devices
+        self.engine_mesh = tp_mesh(self.tp)
         dtype = np.dtype(config.engine.dtype)
         self.engine = Engine(self.engine_config, self.model, self.engine_mesh, dtype=dtype)
 
     def weights(self, model: DecoderConfig) -> Any:
         """The engine tree of the trainer's weights of this moment."""
         dtype = self.config.engine.dtype
-        tree = jax.jit(engine_convert(model, self.engine_config, self.config.engine.devices, dtype))(
-            self.trainer.params
-        )
+        tree = jax.jit(engine_convert(model, self.engine_config, self.tp, dtype))(self.trainer.params)
         target = target_tree(model, self.engine_config, self.engine_mesh, np.dtype(dtype))
         return jax.tree.map(lambda x, t: jax.device_put(x, t.sharding), tree, target)
 

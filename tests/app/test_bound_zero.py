@@ -30,9 +30,21 @@ BOUND_ZERO = (
 )
 
 
+PLACEMENTS = {
+    "disaggregated": (),
+    "colocated": (
+        "--engine.placement=colocated",
+        "--engine.replicas=1",
+        "--engine.dtype=float32",
+        "--trainer.offload=optimizer",
+    ),
+}
+
+
 @pytest.mark.timeout(280)
-def test_bound_zero_equals_a_plain_synchronous_loop_bit_for_bit(tmp_path: Path) -> None:
-    with Run(tmp_path / "run", *BOUND_ZERO) as run:
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_bound_zero_equals_a_plain_synchronous_loop_bit_for_bit(tmp_path: Path, placement: str) -> None:
+    with Run(tmp_path / "run", *BOUND_ZERO, *PLACEMENTS[placement]) as run:
         code, _, err = run.finish(timeout_s=200)
         assert code == 0, err
     env = {

@@ -11,6 +11,10 @@ from jaxrl_sync.batch.pack import unpack
 from jaxrl_sync.config.errors import ConfigError
 from jaxrl_sync.config.load import validate
 from jaxrl_sync.config.modes import check_mode
+from jaxrl_sync.orchestrator import process
+from jaxrl_sync.transfer.errors import TransferError
+from jaxrl_sync.transfer.hub.client import HubClient
+from jaxrl_sync.transfer.version import Version
 
 from .harness import Running, context, world
 
@@ -134,6 +138,29 @@ def test_a_slow_engine_skips_versions_and_the_bound_holds(tmp_path: Path) -> Non
         assert max(age for row in _histograms(running) for age in row) <= 4
 
 
+def test_an_evaluated_version_is_pinned_at_the_hub_until_its_evaluation_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, int]] = []
+
+    class Pinning(HubClient):
+        def pin(self, version: Version, by: str, *_: Any, **__: Any) -> None:
+            calls.append((f"pin {by}", version.number))
+            if version.number == 6:
+                raise TransferError("nobody holds it")
+
+        def unpin(self, version: Version, by: str, model: str = "policy") -> None:
+            calls.append((f"unpin {by}", version.number))
+
+    monkeypatch.setattr(process, "HubClient", Pinning)
+    with world(tmp_path) as (url, _, _trainer):
+        running = Running(_case(tmp_path, url, "async", 2, eval={"pin": True}))
+        running.join(60)
+        assert [r["missing"] for r in running.rows("eval")] == [0, 0], "also of one that nobody keeps"
+    first = calls[0][1]
+    assert calls == [("pin eval", first), ("unpin eval", first), ("pin eval", 6), ("unpin eval", 6)]
+
+
 CONFLICTS: list[tuple[dict[str, Any], str]] = [
     (
         {"sync": {"mode": "sync"}, "loop": {"staleness_bound": 2}},
@@ -162,6 +189,34 @@ CONFLICTS: list[tuple[dict[str, Any], str]] = [
     (
         {"sync": {"mode": "one_step_off"}, "loop": {"staleness_bound": None, "pipeline_depth": 1}},
         r"sync.mode='one_step_off' generates one batch beside .* found loop.pipeline_depth=1",
+    ),
+    (
+        {"engine": {"placement": "colocated", "replicas": 2}},
+        r"engine.placement='colocated' is one replica, found engine.replicas=2",
+    ),
+    (
+        {"engine": {"placement": "mixed"}},
+        r"engine.placement='mixed' is one replica with the trainer and others, found engine.replicas=1",
+    ),
+    (
+        {"engine": {"placement": "colocated"}, "sync": {"every_steps": 2}},
+        r"engine.placement='colocated' takes every update, found sync.every_steps=2",
+    ),
+    (
+        {
+            "engine": {"placement": "mixed", "replicas": 2},
+            "sync": {"mode": "one_step_off"},
+            "loop": {"staleness_bound": None},
+        },
+        r"sync.mode='one_step_off' generates while the trainer trains, found engine.placement='mixed'",
+    ),
+    (
+        {"trainer": {"offload": "optimizer"}},
+        r"trainer.offload='optimizer' needs a colocated engine, found engine.placement='disaggregated'",
+    ),
+    (
+        {"engine": {"placement": "colocated"}, "eval": {"pin": True}},
+        r"eval.pin=true needs a trainer that keeps versions .* found engine.placement='colocated'",
     ),
 ]
 

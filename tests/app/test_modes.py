@@ -1,0 +1,79 @@
+"""Whole runs in every synchronisation mode and placement; docs/modes.md says what each promises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.app.runs import SMALL, Run, check_flow, left_behind
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+STEPS = 6
+LONG = (
+    f"--run.steps={STEPS}",
+    "--loop.sampling.max_tokens=40",
+    "--engine.max_len=64",
+    "--engine.decode_steps_per_dispatch=1",
+    "--engine.version_probe=true",
+)
+"""Samples that take long enough to be in flight when a version comes."""
+
+MODES = {
+    "one-step-off": ("--sync.mode=one_step_off", "--loop.staleness_bound=1"),
+    "async-keep": ("--sync.mode=async", *LONG),
+    "async-recompute": ("--sync.kv_policy=recompute", *LONG),
+    "async-wait": ("--sync.pause_mode=wait", *LONG),
+    "async-abort": ("--sync.pause_mode=abort", *LONG),
+    "async-pull": ("--sync.initiator=pull", "--eval.every_steps=2", *LONG),
+    "colocated": ("--engine.placement=colocated", "--engine.replicas=1", *LONG),
+    "colocated-abort": (
+        "--engine.placement=colocated",
+        "--engine.replicas=1",
+        "--sync.pause_mode=abort",
+        *LONG,
+    ),
+    "mixed": ("--engine.placement=mixed", "--engine.replicas=2", *LONG),
+    "colocated-world": (
+        "--engine.placement=colocated",
+        "--engine.replicas=1",
+        "--trainer.processes=2",
+        "--trainer.devices=1",
+        "--trainer.offload=optimizer",
+        *LONG,
+    ),
+}
+SPANNING = {"async-keep", "async-recompute", "colocated", "mixed", "colocated-world"}
+"""Where running samples go on under the new version, so that some have tokens of two."""
+
+
+@pytest.mark.invariant(11)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_keeps_what_its_mode_promises(tmp_path: Path, mode: str) -> None:
+    with Run(tmp_path / "run", *SMALL, f"--run.steps={STEPS}", *MODES[mode]) as run:
+        code, _, err = run.finish(timeout_s=240)
+        assert code == 0, err
+        summary = run.json("summary.json") or {}
+        check_flow(summary)
+        assert summary["steps"] == STEPS
+        staleness = {int(k): n for k, n in summary["staleness"].items() if n}
+        if mode == "one-step-off":
+            by_step = [{int(k) for k, n in row["staleness"].items() if n} for row in run.steps()]
+            assert by_step == [{0}] + [{1}] * (STEPS - 1)
+        else:
+            assert max(staleness) <= 2
+        if mode in SPANNING:
+            assert summary["multi_version_fraction"] > 0, "no rollout went on under a new version"
+        if mode == "async-wait":
+            assert summary["multi_version_fraction"] == 0
+        if "colocated" in mode:
+            names = sorted(path.stem for path in (run.run_dir / "proc").glob("*.json"))
+            assert "engine-0" in names and run.pid("engine-0") == run.pid("trainer-0")
+            rows = [row for s in run.steps() for row in s["sync"]["engines"]]
+            assert rows and all(row["transport"] == "inprocess" for row in rows)
+        if mode == "mixed":
+            found = {row["transport"] for s in run.steps() for row in s["sync"]["engines"]}
+            assert "inprocess" in found and len(found) >= 2, found
+            assert run.pid("engine-0") == run.pid("trainer-0") != run.pid("engine-1")
+        assert left_behind(run, run.shm_prefix(), timeout_s=10) == []
