@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +15,7 @@ from jaxrl_sync.transfer.auth import load_token
 from jaxrl_sync.transfer.files.channel import Channel
 from jaxrl_sync.transfer.files.config import Trust
 from jaxrl_sync.transfer.files.replay import verify
-from tests.app.runs import SMALL, Run, check_flow, left_behind
+from tests.app.runs import CACHE, SMALL, Run, check_flow, left_behind
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(280)]
 
@@ -51,3 +56,32 @@ def test_a_folder_beside_another_transport(tmp_path: Path) -> None:
     with Run(tmp_path / "run", *SMALL, f"--run.steps={STEPS}", *options) as run:
         assert finished(run) == {"tcp"}
         check_channel(tmp_path / "run")
+
+
+def test_an_engine_that_comes_late_takes_its_weights_from_the_folder_of_a_run_over_tcp(
+    tmp_path: Path,
+) -> None:
+    run_dir = tmp_path / "run"
+    options = ("--sync.transport=tcp", "--sync.file.path=weights", "--run.steps=5000")
+    with Run(run_dir, *SMALL, *options) as run:
+        run.wait_step(3)
+        command = [sys.executable, "-m", "jaxrl_sync.cli", "engine", "--run-dir", str(run_dir), "--replica=2"]
+        env = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(CACHE)}
+        env.pop("XLA_FLAGS", None)
+        more = ["--engine.replicas=3", "--sync.transport=file"]
+        late = subprocess.Popen([*command, *more], env=env, stderr=subprocess.PIPE, text=True)
+        try:
+            deadline = time.monotonic() + 200
+            while not any(e["transport"] == "file" for row in run.steps() for e in row["sync"]["engines"]):
+                assert late.poll() is None, late.communicate()
+                assert time.monotonic() < deadline, "the late engine took no version"
+                time.sleep(0.1)
+            late.send_signal(signal.SIGTERM)
+            assert late.wait(60) == 0
+        finally:
+            late.kill()
+            late.communicate(timeout=20)
+        rows = [e for row in run.steps() for e in row["sync"]["engines"] if e["bytes"]]
+        assert {(e["engine"] == "engine-2", e["transport"]) for e in rows} == {(True, "file"), (False, "tcp")}
+        run.send(signal.SIGINT)
+        assert run.finish(timeout_s=60)[0] == 130
