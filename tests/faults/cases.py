@@ -36,6 +36,21 @@ class Strike:
         """hub, trainer, or the replica."""
         return self.victim.partition(".")[0]
 
+    @property
+    def outcomes(self) -> set[str]:
+        """What may have become of the version that was under way, where somebody is left to say it.
+
+        Who is killed before it serves has failed for its part, unless it is back and has taken the version
+        as its anchor before the next one; once it served, the version is committed.
+        """
+        if self.role == "hub":
+            return {"committed", "partially_committed", "superseded"}
+        if self.role == "trainer":
+            return {"committed", "partially_committed", "aborted"}
+        if self.how == "kill" and self.victim == self.filling and self.phase in ("swap", "commit"):
+            return {"committed"}
+        return {"committed", "partially_committed"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Broken:
@@ -87,6 +102,7 @@ def _strikes() -> list[Strike]:
     found += [Strike("pair.1", h, p, "pair.0") for h in hows for p in filling]
     found += [Strike("local.0", h, p, "local.0") for h in hows for p in ("begin", "move", "verify", "idle")]
     found += [Strike("trainer.0", h, "move", "local.0") for h in hows]
+    found += [Strike("relay.0", h, p, "leaf.0") for h in hows for p in filling]
     found += [Strike("two.0", h, p) for h in hows for p in PHASES if p not in ("export", "announce")]
     return found
 
@@ -118,7 +134,6 @@ BROKEN = [
     Broken("truncate", "data", "move"),
     Broken("truncate", "control", "begin"),
     Broken("flip", "data", "move"),
-    Broken("flip", "control", "begin"),
     Broken("unplug", "data", "move", seconds=3.0),
     Broken("unplug", "control", "idle", seconds=5.0),
 ]

@@ -94,6 +94,8 @@ def take_all(subscriber: Subscriber, generation: Generation, holds: Holds) -> No
             digest=model.digest(model.shards(tree)),
             transport=report.transport,
             nbytes=report.nbytes,
+            source=report.source,
+            resumed_bytes=report.resumed_bytes,
             payload=report.payload,
             prepare_s=report.prepare_s,
             t=time.time(),

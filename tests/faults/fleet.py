@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import signal
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,18 @@ RANKS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Replica:
-    """An engine: ``tp`` devices over ``processes``; ``host`` is where it runs (its own by default)."""
+    """An engine: ``tp`` devices over ``processes``; ``host`` is where it runs (its own by default).
+
+    With ``relay`` it serves others. ``site`` is what it says of its place. ``connections``: lanes per edge.
+    """
 
     name: str
     tp: int
     processes: int = 1
     host: str = ""
-    subscriber: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    site: str = ""
+    relay: bool = False
+    connections: int = 2
 
     @property
     def ranks(self) -> list[str]:
@@ -51,19 +56,28 @@ REPLICAS = (
     Replica("two", tp=2),
     Replica("pair", tp=2, processes=2),
     Replica("local", tp=4, host="trainer"),
+    Replica("relay", tp=2, site="far", relay=True),
+    Replica("leaf", tp=1, site="far"),
 )
 
 
 class Fleet:
     """Owns every process: ``close()``. Names: hub, trainer.0, trainer.1, REPLICA.RANK, probe."""
 
-    def __init__(self, network: Network, folder: Path, replicas: tuple[Replica, ...] = REPLICAS) -> None:
+    def __init__(
+        self,
+        network: Network,
+        folder: Path,
+        replicas: tuple[Replica, ...] = REPLICAS,
+        publisher: dict[str, Any] | None = None,
+    ) -> None:
+        """Start everything and wait until it is up. ``publisher``: more settings of PublisherConfig."""
         self.network, self.folder = network, folder
         self.replicas = {r.name: r for r in replicas}
         self.expected = Expected()
         self.children: dict[str, Child] = {}
         self.lineage, self.number = "a", -1
-        self.publisher: dict[str, Any] = {}
+        self.publisher = publisher or {}
         self.base: dict[str, tuple[int, dict[str, int]]] = {}
         self._token = folder / "token"
         auth.create_token(self._token)
@@ -139,10 +153,22 @@ class Fleet:
             world = {"coordinator": f"{self.network.hosts[host].address}:{_free_port()}"}
         for rank, process in enumerate(replica.ranks):
             options = {"rank": rank, "size": replica.processes, "tp": replica.tp, **world}
-            options |= {"engine": name, "subscriber": dict(replica.subscriber)}
+            own = {"site": replica.site, "relay": replica.relay, "connections": replica.connections}
+            own |= {"host": self.network.hosts[host].address, "chunk_bytes": 64 << 10}
+            options |= {"engine": name, "subscriber": own}
             transport = "auto" if self.network.real or replica.host else "tcp"
             devices = replica.tp // replica.processes
             self._child(process, "engine", host, devices, transport=transport, **options)
+
+    def start_readers(self, names: list[str], **subscriber: Any) -> Child:
+        """Simulated readers, all of them in one process on a host ``readers``; waits until they are known."""
+        if "readers" not in self.network.hosts:
+            self.network.host("readers")
+        if "readers" in self.children:
+            self.children["readers"].close()
+        self._child("readers", "readers", "readers", 1, readers=names, subscriber=subscriber)
+        self.children["readers"].wait("ready", START_S)
+        return self.children["readers"]
 
     def restart(self, name: str) -> None:
         """After a death: the process again, and with it the world that it was part of."""
