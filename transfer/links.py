@@ -15,7 +15,7 @@ from jaxrl_sync.sharding.rank_plan import RankPlan
 from jaxrl_sync.transfer.config import SubscriberConfig
 from jaxrl_sync.transfer.errors import DeadlineError, MismatchError, PeerLost, ProtocolError, TransferError
 from jaxrl_sync.transfer.hub.client import HubClient, Lease, Member
-from jaxrl_sync.transfer.hub.state import version_of
+from jaxrl_sync.transfer.hub.state import version_json, version_of
 from jaxrl_sync.transfer.inbound import Inbound, Opening
 from jaxrl_sync.transfer.pairing import Pairing
 from jaxrl_sync.transfer.payload.shadow import Shadow
@@ -25,6 +25,7 @@ from jaxrl_sync.transfer.verbs.errors import PortDown
 from jaxrl_sync.transfer.version import Version
 
 PUBLISHER = "publisher"
+SWAP_TELL_S = 0.5  # the report is small: a socket that doesn't take it at once belongs to a stuck peer
 KEPT_WORLDS = 4
 """So many relays keep their links when no round reads from them."""
 
@@ -68,6 +69,7 @@ class Links:
         self._failed_for: tuple[str, ...] = ()
         self._hub = hub
         self.lease: Lease | None = None
+        self.serving: Callable[[], Version | None] = lambda: None
         self._target = target
         self._convert = convert
         self._config = config
@@ -266,6 +268,8 @@ class Links:
         if self._closed:  # while it was being opened
             self._links[key].close()
             raise PeerLost("the subscriber is closed")
+        if role == PUBLISHER and (version := self.serving()) is not None:
+            self._links[key].tell(_serves(version), SWAP_TELL_S)  # it may have come here another way
 
     # Relays: the engine's thread, when its round names them.
 
@@ -310,6 +314,11 @@ class Links:
         self._closed = True
         for link in list(self._links.values()):
             link.close()
+
+
+def _serves(version: Version) -> dict[str, Any]:
+    """What a publisher is told on a new link: its outcome of that version doesn't stay open."""
+    return {"kind": "installed", "round": "", "version": version_json(version), "seconds": {}}
 
 
 def read_watch(seen: dict[str, Any]) -> tuple[list[Member], Offer | None] | None:

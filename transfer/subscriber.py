@@ -32,7 +32,7 @@ from jaxrl_sync.transfer.holding import Holding
 from jaxrl_sync.transfer.hub.client import POLL_S, HubClient, HubRefused, Member
 from jaxrl_sync.transfer.hub.state import version_json
 from jaxrl_sync.transfer.inbound import Gone, Inbound, Taking
-from jaxrl_sync.transfer.links import Links, read_offer
+from jaxrl_sync.transfer.links import SWAP_TELL_S, Links, read_offer
 from jaxrl_sync.transfer.receiving import Offer, ReceiverState, SubscriberStats
 from jaxrl_sync.transfer.receiving import Prepared as Prepared
 from jaxrl_sync.transfer.registration import subscriber_info
@@ -43,7 +43,6 @@ from jaxrl_sync.transfer.version import Version
 from jaxrl_sync.transfer.watching import Watching
 
 HUB_GRACE_S = 5.0  # a hub that is slow, or starts again, may take so much longer than a round's deadline
-SWAP_TELL_S = 0.5  # the report is small: a socket that doesn't take it at once belongs to a stuck peer
 BACKOFF_S = (0.05, 0.2, 0.5, 1.0, 2.0)
 
 logger = logging.getLogger("jaxrl_sync.transfer")
@@ -106,6 +105,7 @@ class Subscriber:
                 installed=lambda: self._state.told,
             )
             self._links.lease = self._lease
+            self._links.serving = lambda: self._state.told
         except BaseException:
             self._free()
             raise

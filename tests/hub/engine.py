@@ -6,6 +6,7 @@ serves is checked here against the truth.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from jaxrl_sync.transfer.errors import TransferError
@@ -20,6 +21,19 @@ from .world import Network, Signal, Steps, World
 STEP_S = 0.3
 
 
+@dataclasses.dataclass(frozen=True)
+class EngineSettings:
+    """As SubscriberConfig, of all ranks of an engine. ``modes``: transports to source ranks in turn."""
+
+    size: int = 1
+    slots: int = 2
+    relay: bool = False
+    site: str = ""
+    reliable: bool = True
+    modes: tuple[str, ...] = ("shm",)
+    verify: bool = False
+
+
 class EngineWorld:
     """All ranks of one engine: they live and die together."""
 
@@ -30,20 +44,20 @@ class EngineWorld:
         hub: HubNode,
         truth: Truth,
         name: str,
-        size: int,
-        modes: tuple[str, ...],
-        verify: bool,
+        settings: EngineSettings,
         limits: Limits,
     ) -> None:
-        self.world, self.truth, self.name, self.size = world, truth, name, size
-        self.limits, self.verify, self.modes = limits, verify, modes
+        self.world, self.truth, self.name, self.limits = world, truth, name, limits
+        self.size, self.slots, self.relay = settings.size, settings.slots, settings.relay
+        self.site, self.reliable = settings.site, settings.reliable
+        self.modes, self.verify = settings.modes, settings.verify
         self.slow_until = 0.0
         self.discards = 0
         self.crashes = 0
         self.plan = 0
         self.served: dict[int, Version] = {}
         self.verified: dict[tuple[str, int], Version] = {}
-        self.ranks = [EngineRank(self, world, network, hub, r) for r in range(size)]
+        self.ranks = [EngineRank(self, world, network, hub, r) for r in range(self.size)]
 
     def boot(self) -> None:
         """Start every rank, without weights."""
@@ -59,6 +73,23 @@ class EngineWorld:
             for rank in self.ranks:
                 rank.kill()
             self.world.at(down_s, self.boot)
+
+    def leave(self, down_s: float) -> None:
+        """All ranks leave in order, and come back later."""
+
+        def over() -> None:
+            left[0] -= 1
+            if not left[0]:
+                self.crash(down_s, "left in order")
+
+        left = [self.size]
+        for rank in self.ranks:
+
+            def go(rank: EngineRank = rank) -> Steps:
+                yield from rank.leave()
+                over()
+
+            rank.spawn(go())
 
     def check_swap(self, rank: SubscriberRank, offer: Offer, number: int) -> None:
         """What starts to serve is whole, later than what served, and every rank has it."""
@@ -84,6 +115,13 @@ class EngineWorld:
 class EngineRank(SubscriberRank):
     """One process of an engine: rank 0 takes what is on offer, the others do as they are told."""
 
+    def _reset(self) -> None:
+        super()._reset()
+        self.orders: list[tuple[str, int, Version | None]] = []
+        self.ordered = Signal()
+        self.held: Offer | None = None
+        self.taken = 0
+
     def drive(self) -> Steps:
         """The engine's own thread."""
         yield from self._lead() if self.rank == 0 else self._follow()
@@ -91,7 +129,7 @@ class EngineRank(SubscriberRank):
     def _lead(self) -> Steps:
         engine = self.engine
         followers = engine.ranks[1:]
-        while True:
+        while not self.lease.lost:
             if engine.slow_until > self.world.now:
                 yield 0.5
                 continue

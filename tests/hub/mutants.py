@@ -69,7 +69,7 @@ def _memory_kept_after_doubt() -> Iterator[None]:
 
     def mistake(self: EngineRank) -> None:
         for index in sorted(self.state.quarantined):
-            self.state = receiving.released(self.state, index)
+            self._set(receiving.released(self.state, index))
 
     with mock.patch.object(EngineRank, "_replace_quarantined", mistake):
         yield
@@ -159,13 +159,13 @@ def _buffers_used_while_read() -> Iterator[None]:
     """The next export goes into a buffer that a transfer still reads."""
     publish = TrainerRank.publish
 
-    def mistake(self: TrainerRank, version: Version) -> None:
-        readers = [(e, e.readers) for e in self.spare]
-        for export, _ in readers:
-            export.readers = 0
-        publish(self, version)
-        for export, count in readers:
-            export.readers += count
+    def mistake(self: TrainerRank, version: Version) -> Any:
+        readers = [(b, b.readers) for b in self.spare]
+        for buffer, _ in readers:
+            buffer.readers = 0
+        yield from publish(self, version)
+        for buffer, count in readers:
+            buffer.readers += count
 
     with mock.patch.object(TrainerRank, "publish", mistake):
         yield

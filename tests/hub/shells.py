@@ -116,7 +116,7 @@ class Client:
     def __init__(self, node: Node, hub: HubNode, network: Network, limits: Limits) -> None:
         self.node, self.hub, self.network, self.limits = node, hub, network, limits
         self.epoch = ""
-        self.on_epoch: Callable[[], None] = lambda: None
+        self.on_epoch: list[Callable[[], None]] = []
 
     def call(
         self,
@@ -149,7 +149,8 @@ class Client:
         if epoch != self.epoch:
             first, self.epoch = not self.epoch, epoch
             if not first:
-                self.on_epoch()
+                for wake in self.on_epoch:
+                    wake()
 
     def _request(
         self, event: machine.Event | None, ask: Ask | None, poll_s: float, within_s: float, empty: Any
@@ -209,12 +210,12 @@ class LeaseOf:
     ) -> None:
         self.client, self.key, self.size, self.info = client, key, size, info
         node = client.node
-        self.incarnation = f"{node.name}#{node.life}"
+        self.incarnation = f"{node.name}#{node.life}"  # of another key than other leases of this process
         self.lost = ""
         self._installed, self._on_lost, self._on_rejoin = installed, on_lost, on_rejoin
         self._wake = Signal()
         self._untold = False
-        client.on_epoch = self._wake.fire
+        client.on_epoch.append(self._wake.fire)
 
     def start(self) -> Steps:
         """Register; the heartbeats go on by themselves. PeerLost without a hub."""

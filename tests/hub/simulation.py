@@ -12,13 +12,14 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal, get_args
 
-from jaxrl_sync.transfer.hub.state import HubState, MemberKey, Round
+from jaxrl_sync.transfer.hub.state import Fanout, FanoutKind, HubState, MemberKey, Round
 from jaxrl_sync.transfer.outcome import conclude, open_ranks
 from jaxrl_sync.transfer.version import Version
 
-from .engine import EngineRank, EngineWorld
+from .engine import EngineRank, EngineSettings, EngineWorld
+from .evaluator import Evaluator
 from .shells import MODEL, TICK_S, HubNode, Limits
-from .trainer import TrainerWorld
+from .trainer import TrainerSettings, TrainerWorld
 from .weights import Truth
 from .world import Network, Node, Violation, World
 
@@ -38,6 +39,8 @@ Kind = Literal[
     "half open",
     "discard",
     "stall a write",
+    "leave",
+    "evaluate",
     "pause training",
 ]
 Phase = Literal[
@@ -72,7 +75,12 @@ class Schedule:
     modes: tuple[str, ...] = ("shm",)
     verify: bool = False
     frames: bool = False
+    fanout: FanoutKind = "star"
+    relays: bool = False
+    two_sites: bool = False
+    slots: int = 2
     keep_versions: int = 1
+    copies: int | None = None
     ttl_s: float = 6.0
     period_s: float = 3.0
     trains_on: bool = True
@@ -100,9 +108,15 @@ class Simulation:
             self.truth,
             schedule.trainer_ranks,
             limits,
-            schedule.keep_versions,
+            TrainerSettings(
+                schedule.keep_versions,
+                schedule.copies,
+                schedule.frames,
+                Fanout(schedule.fanout),
+                schedule.period_s,
+            ),
         )
-        self.trainer.period_s, self.trainer.frames = schedule.period_s, schedule.frames
+        self.evaluators = [Evaluator(self.world, self.network, self.hub, self.trainer, i) for i in range(2)]
         self.engines = [
             EngineWorld(
                 self.world,
@@ -110,9 +124,7 @@ class Simulation:
                 self.hub,
                 self.truth,
                 f"engine{i}",
-                size,
-                schedule.modes,
-                schedule.verify,
+                self._settings(i, size),
                 limits,
             )
             for i, size in enumerate(schedule.engines)
@@ -121,6 +133,14 @@ class Simulation:
         self._newest: dict[str, Version] = {}
         self._waiting: list[Fault] = []
         self.world.on_moment = self._moment
+
+    def _settings(self, number: int, size: int) -> EngineSettings:
+        schedule = self.schedule
+        site = "far" if schedule.two_sites and number else ""
+        reliable = number != 1 or not schedule.relays
+        return EngineSettings(
+            size, schedule.slots, schedule.relays, site, reliable, schedule.modes, schedule.verify
+        )
 
     # Properties that hold at every moment.
 
@@ -161,6 +181,8 @@ class Simulation:
     def _check_installed(self, state: HubState) -> None:
         """Nobody is said to hold what it never held."""
         for key, version in state.installed.items():
+            if key.role != "subscriber":
+                continue
             node, member = self.world.nodes[f"{key.name}.{key.rank}"], state.members.get(key)
             current = member is not None and member.incarnation == f"{node.name}#{node.life}"
             if current and isinstance(node, EngineRank) and version not in node.history:
@@ -168,7 +190,7 @@ class Simulation:
 
     def _check_offer(self, state: HubState, entry: Round) -> None:
         """A round begins with live members on both sides."""
-        sources = {MemberKey("publisher", entry.world, r): i for r, i in entry.sources.items()}
+        sources = {MemberKey(entry.role, entry.world, r): i for r, i in entry.sources.items()}
         targets = {MemberKey("subscriber", entry.engine, r): i for r, i in entry.incarnations.items()}
         for key, incarnation in (sources | targets).items():
             member = state.members.get(key)
@@ -184,7 +206,7 @@ class Simulation:
     # Faults.
 
     def _nodes(self) -> list[Node]:
-        return [self.hub, *self.trainer.ranks, *(r for e in self.engines for r in e.ranks)]
+        return [self.hub, *self.trainer.ranks, *(r for e in self.engines for r in e.ranks), *self.evaluators]
 
     def _for(self, seconds: float, begin: Callable[[], None], end: Callable[[], None]) -> None:
         """Something that ends by itself, or when all faults do."""
@@ -251,6 +273,10 @@ class Simulation:
                 for pipe in [p for p in self.network.pipes if node.name in p.names][:1]:
                     pipe.black_hole = node.name
                     self._healed.append(pipe.reset)
+            case "leave":
+                engine.leave(fault.lasts_s)
+            case "evaluate":
+                self.evaluators[fault.who % 2].evaluate(engine, fault.lasts_s)
             case "discard":
                 engine.discards += 1
             case "stall a write":  # longer than its round may last
@@ -290,6 +316,8 @@ class Simulation:
         self.trainer.boot()
         for engine in self.engines:
             engine.boot()
+        for evaluator in self.evaluators:
+            evaluator.boot()
         for fault in self.schedule.faults:
             self.world.run(self.world.now + fault.after_s)
             if not self.world.violations:
@@ -314,6 +342,8 @@ class Simulation:
             node.stopped_until = min(node.stopped_until, self.world.now)
         for engine in self.engines:
             engine.slow_until, engine.discards = 0.0, 0
+        for evaluator in self.evaluators:
+            evaluator.until = 0.0
 
     def _converge(self) -> None:
         """Training goes on a little or not at all, then every engine must serve the last version."""

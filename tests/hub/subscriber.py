@@ -1,114 +1,116 @@
-"""A subscriber process of the simulation: it takes versions into slots over links.
+"""A subscriber process of the simulation: it takes versions into its slots, and may serve them to others.
 
-The counterpart of ``subscriber.Subscriber`` with ``links`` and ``inbound``: the same steps in the same order
-around the product's ``receiving``. What an engine makes of it is in `engine`.
+The counterpart of ``subscriber.Subscriber`` and ``relay.Relay``: the same steps in the same order around the
+product's ``receiving``. What an engine makes of it is in `engine`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from jaxrl_sync.transfer import receiving
-from jaxrl_sync.transfer.codec.errors import WrongBase
-from jaxrl_sync.transfer.errors import DeadlineError, MismatchError, PeerLost, ProtocolError, TransferError
+from jaxrl_sync.transfer.errors import DeadlineError, MismatchError, TransferError
 from jaxrl_sync.transfer.hub import machine
 from jaxrl_sync.transfer.hub.client import POLL_S, HubRefused
-from jaxrl_sync.transfer.hub.state import HubState, MemberKey
+from jaxrl_sync.transfer.hub.state import HubState, MemberKey, version_json
 from jaxrl_sync.transfer.inbound import Gone
-from jaxrl_sync.transfer.payload.shadow import Shadow
 from jaxrl_sync.transfer.receiving import Offer, ReceiverState
 from jaxrl_sync.transfer.subscriber import BACKOFF_S, HUB_GRACE_S
 from jaxrl_sync.transfer.version import Version
 from jaxrl_sync.transfer.watching import RETRY_S
 
+from .holding import Holding
+from .links import Link, Links, Members, Taking
+from .serving import Reading, Server
+from .shells import MODEL, Client, HubNode, LeaseOf
+from .weights import WORDS, Memory
+from .world import Network, Signal, Steps, World
+
 if TYPE_CHECKING:
     from .engine import EngineWorld
 
-from .shells import MODEL, Client, HubNode, LeaseOf, receive
-from .trainer import TrainerRank
-from .weights import WORDS, Memory
-from .world import Network, Node, Pipe, Signal, Steps, World
-
 SLACK_S = HUB_GRACE_S + 2.0
+LEAVE_S = 5.0
 
 
-@dataclasses.dataclass(eq=False)
-class Link:
-    """The receiver's end of one link, as Inbound."""
-
-    pipe: Pipe
-    peer: str
-    incarnation: str
-    mode: str
-    shadow: Shadow
-    unconfirmed: bool = False
-    in_round: bool = False
-
-    def closed(self, name: str) -> bool:
-        """Whether this side closed it."""
-        return self.pipe.ends[name].closed
-
-
-class SubscriberRank(Node):
+class SubscriberRank(Server):
     """One subscriber process; `drive` is what its engine does with it."""
 
     def __init__(self, engine: EngineWorld, world: World, network: Network, hub: HubNode, rank: int) -> None:
-        super().__init__(world, f"{engine.name}.{rank}")
-        self.engine, self.network, self.hub, self.rank = engine, network, hub, rank
+        super().__init__(world, network, f"{engine.name}.{rank}", engine.limits)
+        self.engine, self.hub, self.rank = engine, hub, rank
+        self.positions = [i for i in range(WORDS) if i % engine.size == rank]
+        self.holding = Holding(self, 0, self._memory)
         self._reset()
 
     def _reset(self) -> None:
-        self.state = ReceiverState(2)
-        self.slots: list[Memory] = []
-        self.links: dict[tuple[str, int], Link] = {}
-        self.shadows: dict[int, Shadow] = {}
-        self.publishers: list[dict[str, Any]] = []
+        self.stall_s = 0.0
+        self.state = ReceiverState(self.engine.slots)
+        self.inbound = Links(self)
+        self.links = {}
         self.history: list[Version] = []
-        self.paired = False
         self.retry_at = 0.0
         self.failures = 0
         self.changed = Signal()
         self.reports: list[Any] = []
         self.to_report = Signal()
-        self.orders: list[tuple[str, int, Version | None]] = []
-        self.ordered = Signal()
-        self.held: Offer | None = None
-        self.taken = 0
+        self.reading: list[Link] = []
+        self.ready = False
 
     def boot(self) -> None:
         """A new process: empty slots, nothing installed."""
         self.start()
         self._reset()
-        self.slots = [self._memory(), self._memory()]
-        self.client = Client(self, self.hub, self.network, self.engine.limits)
-        self.lease = LeaseOf(
-            self.client,
-            MemberKey("subscriber", self.engine.name, self.rank),
-            self.engine.size,
-            {"model": MODEL},
-            lambda: self.state.installed,
-            lambda reason: self.engine.crash(1.0, reason),
-        )
+        self.holding = Holding(self, self.engine.slots, self._memory)
+        self.client = Client(self, self.hub, self.network, self.limits)
         self.spawn(self._main())
 
+    def kill(self) -> None:
+        """Nothing serves from a dead process's memory."""
+        super().kill()
+        for memory in self.holding.slots:
+            memory.serving = None
+
     def _memory(self) -> Memory:
-        mine = [i for i in range(WORDS) if i % self.engine.size == self.rank]
-        return Memory(self.world, self.name, mine)
+        return Memory(self.world, self.name, self.positions)
 
     def memory(self, index: int | None) -> Memory | None:
         """The memory of a slot."""
-        return None if index is None else self.slots[index]
+        return None if index is None else self.holding.slots[index]
+
+    def _set(self, state: ReceiverState) -> None:
+        """The next state; a poisoned engine refuses to serve from what it has."""
+        self.state = state
+        for index, memory in enumerate(self.holding.slots):
+            serves = index == state.serving and not state.poisoned
+            memory.serving = state.installed if serves else None
+
+    def _lease_as(self, role: str, info: dict[str, Any]) -> LeaseOf:
+        return LeaseOf(
+            self.client,
+            MemberKey(role, self.engine.name, self.rank),
+            self.engine.size,
+            {"model": MODEL, "site": self.engine.site, **info},
+            (lambda: self.state.told) if role == "subscriber" else (lambda: None),
+            lambda reason: self.engine.crash(1.0, reason),
+        )
 
     def _main(self) -> Steps:
+        engine = self.engine
+        about = {"slots": engine.slots, "reliable": engine.reliable, "relay": engine.relay}
+        self.relay = self._lease_as("relay", {"address": f"{self.name}#{self.life}", "source_digest": "e"})
+        self.lease = self._lease_as("subscriber", about)
         try:
+            if engine.relay:
+                yield from self.relay.start()
             yield from self.lease.start()
         except TransferError as error:
             reason = str(error)
             self.world.at(0.0, lambda: self.engine.crash(1.0, reason))
             return
+        self.ready = True
         self.spawn(self._watch())
         self.spawn(self._report())
         self.spawn(self.drive())
@@ -117,15 +119,40 @@ class SubscriberRank(Node):
         """The engine's own thread."""
         raise AssertionError(f"{self.name} has no engine")
 
+    def want(self, version: Version | None) -> Steps:
+        """Ask the hub for one version and no other (evaluation), or for the newest again."""
+        self.lease.info["want"] = version_json(version)
+        yield from self.lease.register()
+
+    def leave(self) -> Steps:
+        """As Subscriber.close: a relay waits for its readers, then both leave the directory."""
+        if self.engine.relay:
+            yield from self.holding.drain(LEAVE_S)
+        for lease in (self.relay, self.lease) if self.engine.relay else (self.lease,):
+            lease.lost = "left"
+            try:
+                yield from self.client.call(machine.Leave(lease.key, lease.incarnation), within_s=2.0)
+            except TransferError as error:
+                self.note("leaving: %s", error)
+
+    # What others read here.
+
+    def holds(self) -> list[int]:
+        """This rank's share of the words."""
+        return self.positions
+
+    def read(self, version: Version, deadline: float) -> Generator[Any, Any, Reading | str]:
+        """The slot that holds a version, wholly or in part so far."""
+        return self.holding.read(version, deadline)
+
     # The watching thread.
 
     def _watch(self) -> Steps:
         nothing: dict[str, Any] = {"round": None, "publishers": None}
-        known = nothing
-        publishers: list[dict[str, Any]] = []
+        known, publishers = nothing, Members()
         key, incarnation = self.lease.key, self.lease.incarnation
         while not self.lease.lost:
-            limit_s = POLL_S if self._whole() else RETRY_S
+            limit_s = POLL_S if self.inbound.whole else RETRY_S
 
             def ask(state: HubState, known: dict[str, Any] = known) -> Any:
                 seen = machine.watch(state, key, incarnation)
@@ -149,90 +176,16 @@ class SubscriberRank(Node):
                     "round": row["round"] if row else None,
                     "publishers": [p["incarnation"] for p in publishers],
                 }
-            yield from self._update_links(publishers)
+            yield from self.inbound.update(publishers)
             self.changed.fire()
             if not seen.get("unchanged"):
-                self._see(seen["offer"])
+                self._see(_offer(seen["offer"]) if seen["offer"] else None)
 
-    def _see(self, row: dict[str, Any] | None) -> None:
-        offer = None
-        if row is not None:
-            version = Version(row["version"]["lineage"], row["version"]["number"])
-            offer = Offer(row["round"], version, row["sources"])
+    def _see(self, offer: Offer | None) -> None:
         self.state = receiving.see(self.state, offer)
         self.changed.fire()
-        if offer is not None and self.engine.size == 1 and offer.version == self.state.installed:
-            self._report_later(self._advance(offer, "installed"))
-
-    def _whole(self) -> bool:
-        return bool(self.publishers) and all(self._alive(p) for p in self.publishers)
-
-    def _alive(self, publisher: dict[str, Any]) -> bool:
-        link = self.links.get((publisher["name"], publisher["rank"]))
-        if link is None or link.incarnation != publisher["incarnation"] or link.closed(self.name):
-            return False
-        end = link.pipe.ends[self.name]
-        return link.in_round or not (end.eof or end.inbox)
-
-    def _update_links(self, publishers: list[dict[str, Any]]) -> Steps:
-        """As Links.update: close what is old and idle, open what is missing."""
-        self.publishers = publishers
-        current = {p["incarnation"] for p in publishers}
-        try:
-            if publishers and not self.paired:
-                self.lease.info["target"] = "t"
-                yield from self.lease.register()
-                self.paired = True
-            for key, link in list(self.links.items()):
-                if link.incarnation not in current and not link.in_round:
-                    self.links.pop(key).pipe.close(self.name)
-            for publisher in publishers:
-                if not self._alive(publisher):
-                    yield from self._connect(publisher)
-        except TransferError as error:
-            self.note("no link yet: %s", error)
-
-    def _connect(self, publisher: dict[str, Any]) -> Steps:
-        key = (publisher["name"], publisher["rank"])
-        old = self.links.get(key)
-        if old is not None:
-            old.pipe.close(self.name)
-        node_name, _, life = publisher["info"]["address"].partition("#")
-        node = self.world.nodes[node_name]
-        yield self.network.delay(self.name, node_name)
-        deadline = self.clock() + self.engine.limits.handshake_s
-        while self.network.weather.cut(self.name, node_name):
-            if self.clock() > deadline:
-                raise DeadlineError(f"no connection to {node_name} in time")
-            yield 0.5
-        if not node.alive or node.life != int(life):
-            raise PeerLost(f"{node_name} refused the connection")
-        assert isinstance(node, TrainerRank)
-        pipe = Pipe(self.network, self, node)
-        mode = self.engine.modes[publisher["rank"] % len(self.engine.modes)]
-        node.accept(pipe, (self.engine.name, self.rank), mode)
-        pipe.send(self.name, {"kind": "open"})
-        try:
-            yield from receive(pipe, self, deadline)
-        except TransferError:
-            pipe.close(self.name)
-            raise
-        shadow = self.shadows.setdefault(publisher["rank"], Shadow("plan", None, None))  # type: ignore[arg-type]
-        self.links[key] = Link(pipe, node_name, publisher["incarnation"], mode, shadow)
-
-    def _links_of(self, offer: Offer) -> list[Link]:
-        size = max((p["size"] for p in self.publishers if p["name"] == offer.world), default=0)
-        links = [self.links.get((offer.world, r)) for r in range(size)]
-        found = [x for x in links if x is not None and not x.closed(self.name)]
-        if not found or len(found) != size:
-            raise PeerLost(f"no link to {offer.world}, which has {offer.version}")
-        return found
-
-    def _can_take(self, offer: Offer) -> bool:
-        try:
-            return bool(self._links_of(offer))
-        except PeerLost:
-            return False
+        if offer is not None and self.engine.size == 1 and offer.version == self.state.told:
+            self._report_later(self._tell(offer))
 
     # The reporting thread.
 
@@ -251,24 +204,20 @@ class SubscriberRank(Node):
 
     def _advance(
         self, offer: Offer, to: Any, timeout_s: float | None = None, deadline: float = math.inf
-    ) -> Steps:
+    ) -> Generator[Any, Any, Any]:
         limit_s = timeout_s or self.engine.limits.timeout_s
         within_s = max(0.0, deadline - self.clock()) + HUB_GRACE_S
         event = machine.Advance(self.lease.key, self.lease.incarnation, offer.round, to, limit_s)
-        yield from self.lease.call(event, within_s)
+        return (yield from self.lease.call(event, within_s))
 
-    def _tell(self, message: dict[str, Any]) -> None:
-        for link in self.links.values():
-            try:
-                link.pipe.send(self.name, message)
-            except PeerLost:
-                link.pipe.close(self.name)
+    def _tell(self, offer: Offer) -> Steps:
+        yield from self._advance(offer, "installed")
 
     # What the engine calls: poll, prepare, swap, discard.
 
     def _takable(self) -> Offer | None:
         offer = receiving.wanted(self.state)
-        if offer is None or self.clock() < self.retry_at or not self._can_take(offer):
+        if offer is None or self.clock() < self.retry_at or not self.inbound.can_take(offer):
             return None
         return offer
 
@@ -303,19 +252,22 @@ class SubscriberRank(Node):
     def _prepare(self, offer: Offer, timeout_s: float) -> Generator[Any, Any, Offer]:
         deadline = self.clock() + timeout_s
         self._replace_quarantined()
+        self.reading = []
         while True:
             try:
-                yield from self._advance(offer, "begun", timeout_s, deadline)
+                answer = yield from self._advance(offer, "begun", timeout_s, deadline)
             except HubRefused as error:
                 if error.code not in ("round_over", "unknown_round"):
                     raise
                 offer = yield from self._other(offer, deadline, error)
                 continue
+            row = answer.get("offer")
+            offer, relays = (_offer(row), row["relays"]) if row else (offer, [])
             try:
-                self.state = receiving.begin(self.state, offer)
+                self._set(receiving.begin(self.state, offer, self.holding.busy))
                 assert self.state.filling is not None
                 self.world.moment("begun", self)
-                yield from self._fill(offer, self.state.filling.slot, deadline)
+                yield from self._fill(offer, relays, self.state.filling.slot, deadline)
                 self.engine.verified[offer.round, self.rank] = offer.version
                 self.world.moment("verified", self)
                 yield from self._wait_group(offer, deadline)
@@ -329,17 +281,17 @@ class SubscriberRank(Node):
                 self._give_up(offer, error)
                 raise
             break
-        self.state = receiving.prepared(self.state)
+        self._set(receiving.prepared(self.state))
         self.world.moment("prepared", self)
         self.failures = 0
         return offer
 
     def _other(self, offer: Offer, deadline: float, cause: TransferError) -> Generator[Any, Any, Offer]:
-        useless = offer.version if isinstance(cause, Gone) else None
+        useless = offer.version if isinstance(cause, Gone) and offer.role == "publisher" else None
         while True:
             found = receiving.wanted(self.state)
             fresh = found is not None and found.round != offer.round and found.version != useless
-            if found is not None and fresh and self._can_take(found):
+            if found is not None and fresh and self.inbound.can_take(found):
                 return found
             left = deadline - self.clock()
             if left <= 0:
@@ -348,45 +300,42 @@ class SubscriberRank(Node):
 
     def _replace_quarantined(self) -> None:
         for index in sorted(self.state.quarantined):
-            self.slots[index] = self._memory()
-            self.state = receiving.released(self.state, index)
+            kept = self.holding.replace(index)
+            self._set(receiving.released(self.state, index, kept))
 
     def _give_up(self, offer: Offer, error: TransferError) -> None:
         self.note("gives up %s in %s: %s: %s", offer.version, offer.round, type(error).__name__, error)
-        suspects = [x for x in self.links.values() if x.unconfirmed]
-        for link in suspects:
-            link.pipe.close(self.name)
-            link.unconfirmed = link.in_round = False
-        self.state = receiving.fail(self.state, unconfirmed=bool(suspects))
+        touched = any(link.touched for link in self.reading)
+        unconfirmed = self.inbound.cut_unconfirmed()
+        filling, kept = self.state.filling, False
+        if filling is not None and filling.slot is not None:
+            kept = self.holding.give_up(filling.slot, offer.version, not isinstance(error, MismatchError))
+        self._set(receiving.fail(self.state, unconfirmed, touched or unconfirmed, kept))
         self._report_later(self._tell_failed(offer, f"{type(error).__name__}: {error}"))
         self._replace_quarantined()
 
     def _tell_failed(self, offer: Offer, reason: str) -> Steps:
-        self._tell({"kind": "gave_up", "version": offer.version, "reason": reason})
+        for link in self.inbound.all:
+            link.tell({"kind": "gave_up", "version": offer.version, "reason": reason})
         yield from self.lease.call(machine.Fail(self.lease.key, self.lease.incarnation, offer.round, reason))
 
     def discard(self, offer: Offer, reason: str) -> None:
-        """As Subscriber._discard."""
+        """As Subscriber.discard."""
         filling = self.state.filling
         if filling is None or filling.offer != offer:
             return
-        self.state = receiving.drop(self.state)
+        self._set(receiving.drop(self.state))
         self._report_later(self._tell_failed(offer, reason))
 
     def swap(self, offer: Offer, number: int) -> None:
-        """As Subscriber._swap; TransferError when it isn't prepared."""
-        old = self.memory(self.state.serving)
-        self.state = receiving.swap(self.state, offer)
-        new = self.memory(self.state.serving)
-        if old is not None:
-            old.serving = None
-        if new is not None:
-            new.serving = offer.version
+        """As Subscriber.install; TransferError when it isn't prepared."""
+        self._set(receiving.swap(self.state, offer))
         self.note("serves %s from step %s", offer.version, number)
         self.engine.check_swap(self, offer, number)
         self.world.moment("swapped", self)
-        self._tell({"kind": "installed", "round": offer.round, "version": offer.version})
-        self._report_later(self._advance(offer, "installed"))
+        for link in self.inbound.all:
+            link.tell({"kind": "installed", "round": offer.round, "version": offer.version})
+        self._report_later(self._tell(offer))
 
     def _wait_group(self, offer: Offer, deadline: float) -> Steps:
         if self.engine.size == 1:
@@ -409,22 +358,38 @@ class SubscriberRank(Node):
                 return
         raise DeadlineError(f"other ranks weren't prepared for {offer.version} in time")
 
-    # Taking a version over the links.
-
-    def _fill(self, offer: Offer, index: int | None, deadline: float) -> Steps:
+    def _fill(self, offer: Offer, relays: Members, index: int | None, deadline: float) -> Steps:
         if index is None:
             return
-        slot = self.slots[index]
-        serving = self.memory(self.state.serving)
-        links = self._links_of(offer)
-        for shadow in self.shadows.values():
-            shadow.forget({m.generation for m in self.slots})
+        have = self.holding.prefix(index, offer.version)
+        yield from self.inbound.reach(offer, relays)
+        self.reading = links = self.inbound.of(offer)
+        for link in links:
+            link.touched = False
+        yield from self.holding.begin(index, offer.version, self.inbound.edges_of(offer), have)
+        slot, serving = self.holding.slots[index], self.memory(self.state.serving)
+        self.inbound.begins(offer, slot, {m.generation for m in self.holding.slots})
+        taking = Taking(offer, slot, serving, have, lambda i: self.holding.arrived(index, i), deadline)
+        try:
+            yield from self._take_all(links, taking)
+            for link in links:
+                yield from link.verify(taking)
+        finally:
+            for link in links:
+                if link.in_round and not link.unconfirmed:
+                    link.in_round = False
+                    self.changed.fire()
+        self.holding.verified(index)
+        self.inbound.holds(offer, slot)
+
+    def _take_all(self, links: list[Link], taking: Taking) -> Steps:
+        """All edges side by side; waits for every one of them, then raises the first error."""
         results: list[TransferError | None] = []
         finished = Signal()
 
         def take(link: Link) -> Steps:
             try:
-                yield from self._take(link, offer, slot, serving, deadline)
+                yield from link.take(taking)
                 results.append(None)
             except TransferError as error:
                 results.append(error)
@@ -432,92 +397,13 @@ class SubscriberRank(Node):
 
         for link in links:
             self.spawn(take(link))
-        try:
-            while len(results) < len(links):
-                yield finished, math.inf
-            for error in results:
-                if error is not None:
-                    raise error
-            for link in links:
-                yield from self._verify(link, offer, slot, deadline)
-        finally:
-            for link in links:
-                if link.in_round and not link.unconfirmed:
-                    link.in_round = False
-                    self.changed.fire()
+        while len(results) < len(links):
+            yield finished, math.inf
+        for error in results:
+            if error is not None:
+                raise error
 
-    def _take(self, link: Link, offer: Offer, slot: Memory, serving: Memory | None, deadline: float) -> Steps:
-        while link.in_round:
-            left = deadline - self.clock()
-            if left <= 0:
-                raise DeadlineError(f"the link to {link.peer} is busy")
-            yield self.changed, min(left, 0.5)
-        link.in_round = link.unconfirmed = True
-        base = link.shadow.base(serving)  # type: ignore[arg-type]
-        ready = {
-            "kind": "ready",
-            "round": offer.round,
-            "version": offer.version,
-            "memory": slot,
-            "base": base,
-        }
-        link.pipe.send(self.name, {**ready, "timeout_s": max(0.0, deadline - self.clock())})
-        answer = yield from self._next(link, offer, deadline)
-        if answer["kind"] == "refused":
-            link.unconfirmed = False
-            raise Gone(f"{link.peer} has no {offer.version}")
-        if answer["kind"] != "begin":
-            raise ProtocolError(f"{link.peer} said {answer['kind']}, expected begin")
-        self.world.moment("receiving", self)
-        frame = answer["payload"] == "frame"
-        if frame:
-            answer = yield from self._next(link, offer, deadline)
-            changed, frame_base = answer["changed"], answer["base"]
-        else:
-            link.shadow.spoiled(slot)  # type: ignore[arg-type]
-        while (answer := (yield from self._next(link, offer, deadline)))["kind"] == "chunk":
-            slot.write(answer["at"], answer["word"], link.peer)
-        if answer["kind"] != "done" or answer["version"] != offer.version:
-            raise ProtocolError(f"{link.peer} said {answer['kind']}, expected done")
-        link.unconfirmed = False
-        if frame:
-            self._apply(link, slot, serving, frame_base, changed)
 
-    def _apply(
-        self, link: Link, slot: Memory, serving: Memory | None, base: Version, changed: dict[int, Any]
-    ) -> None:
-        """As Shadow.apply: only from the version that serves here, into a copy of it."""
-        if serving is None or link.shadow.base(serving) != base:  # type: ignore[arg-type]
-            link.shadow.doubt = True
-            raise WrongBase(f"a frame from {base}")
-        link.shadow.spoiled(slot)  # type: ignore[arg-type]
-        node = self.world.nodes[link.peer]
-        assert isinstance(node, TrainerRank)
-        for i in node.positions:
-            if i in slot.words:
-                slot.words[i] = serving.words[i]
-        for i, word in changed.items():
-            slot.write(i, word, link.peer)
-
-    def _verify(self, link: Link, offer: Offer, slot: Memory, deadline: float) -> Steps:
-        sums = yield from self._next(link, offer, deadline)
-        if sums["kind"] != "sums":
-            raise ProtocolError(f"{link.peer} said {sums['kind']}, expected sums")
-        if self.engine.verify and any(slot.words[i] != word for i, word in sums["words"].items()):
-            link.shadow.doubt = True
-            raise MismatchError(f"bits from {link.peer} differ from those sent")
-        link.shadow.filled(slot, offer.version, None)  # type: ignore[arg-type]
-
-    def _next(self, link: Link, offer: Offer, deadline: float) -> Generator[Any, Any, dict[str, Any]]:
-        message = yield from receive(link.pipe, self, deadline)
-        while message["kind"] == "sums" and message["round"] != offer.round:
-            message = yield from receive(link.pipe, self, deadline)
-        if message["round"] != offer.round:
-            raise ProtocolError(f"{link.peer} speaks of round {message['round']}, expected {offer.round}")
-        return message
-
-    def kill(self) -> None:
-        """Nothing serves from a dead process's memory."""
-        super().kill()
-        for memory in self.slots:
-            memory.serving = None
+def _offer(row: dict[str, Any]) -> Offer:
+    version = Version(row["version"]["lineage"], row["version"]["number"])
+    return Offer(row["round"], version, row["sources"], row["role"])

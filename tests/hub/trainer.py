@@ -1,43 +1,91 @@
-"""The trainer world of the simulation: ranks that publish versions and write them to whoever is ready.
+"""The trainer world of the simulation: ranks that publish versions, keep what is pinned, and serve links.
 
-The counterpart of ``publisher.Publisher`` and ``outbound.Outbound``.
+The counterpart of ``publisher.Publisher`` with ``retained``; what stays is decided by ``retention.decide``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Generator
 from typing import Any
 
-from jaxrl_sync.transfer.errors import DeadlineError, TransferError
-from jaxrl_sync.transfer.hub import machine
-from jaxrl_sync.transfer.hub.client import HubRefused
-from jaxrl_sync.transfer.hub.state import MemberKey
+from jaxrl_sync.transfer.errors import TransferError
+from jaxrl_sync.transfer.hub import views
+from jaxrl_sync.transfer.hub.client import POLL_S, HubRefused
+from jaxrl_sync.transfer.hub.events import Announce, Hold
+from jaxrl_sync.transfer.hub.state import Fanout, Holding, HubState, MemberKey
 from jaxrl_sync.transfer.outcome import Ledger, RankKey, RankOutcome, open_ranks, settle
+from jaxrl_sync.transfer.publisher import PIN_GRACE_TTLS
+from jaxrl_sync.transfer.retention import Decision, Stock, decide
 from jaxrl_sync.transfer.version import Version
 
-from .shells import MODEL, Client, HubNode, LeaseOf, Limits, receive
-from .weights import WORDS, Export, Truth
-from .world import Network, Node, Pipe, Signal, Steps, World
+from .serving import WORD_S, Reading, Server
+from .shells import MODEL, Client, HubNode, LeaseOf, Limits
+from .weights import WORDS, Buffer, Truth, Word
+from .world import Network, Signal, Steps, World
 
 HISTORY = 4
-PIECES = 4
-WORD_S = 0.04
+RETRY_S = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerSettings:
+    """As PublisherConfig. ``copies``: so many pinned versions may lie in host memory, None: any number."""
+
+    keep_versions: int = 1
+    copies: int | None = None
+    frames: bool = False
+    fanout: Fanout = Fanout()
+    period_s: float = 3.0
+
+
+@dataclasses.dataclass(eq=False)
+class Export:
+    """A held version: its buffer, which is its copy in host memory once the export buffers are gone."""
+
+    version: Version
+    buffer: Buffer
+    copy: Buffer | None = None
+    exported: bool = True
+
+    @property
+    def stock(self) -> Stock:
+        """As retention sees it."""
+        return Stock(self.version, 1, self.copy is not None, self.exported)
+
+
+class BufferReading(Reading):
+    """A reader of a held version; its buffer isn't used again before the reader is through."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer = buffer
+        buffer.readers += 1
+
+    def word(self, position: int) -> Word:
+        return self._buffer.words[position]
+
+    def close(self) -> None:
+        self._buffer.readers -= 1
 
 
 class TrainerWorld:
     """All ranks of one trainer: they live and die together, a new life is a new lineage."""
 
     def __init__(
-        self, world: World, network: Network, hub: HubNode, truth: Truth, size: int, limits: Limits, keep: int
+        self,
+        world: World,
+        network: Network,
+        hub: HubNode,
+        truth: Truth,
+        size: int,
+        limits: Limits,
+        settings: TrainerSettings,
     ) -> None:
-        self.world, self.truth, self.limits, self.keep_versions = world, truth, limits, keep
-        self.period_s = 3.0
-        self.frames = False
+        self.world, self.truth, self.limits, self.settings = world, truth, limits, settings
+        self.period_s = settings.period_s
         self.lineage = ""
-        self.last = 0
         self.target = 1 << 30
-        self.restart_at = math.inf
         self.ranks = [TrainerRank(self, world, network, hub, r) for r in range(size)]
 
     @property
@@ -61,26 +109,28 @@ class TrainerWorld:
             self.world.at(down_s, self.boot)
 
 
-class TrainerRank(Node):
+class TrainerRank(Server):
     """One publisher process."""
 
     def __init__(
         self, trainer: TrainerWorld, world: World, network: Network, hub: HubNode, rank: int
     ) -> None:
-        super().__init__(world, f"trainer.{rank}")
-        self.trainer, self.network, self.hub, self.rank = trainer, network, hub, rank
-        self.published = 0
-        self.positions: range = range(0)
+        super().__init__(world, network, f"trainer.{rank}", trainer.limits)
+        self.trainer, self.hub, self.rank = trainer, hub, rank
         self._reset()
 
     def _reset(self) -> None:
         self.published = 0
         self.stall_s = 0.0
+        self.links = {}
         self.held: list[Export] = []
-        self.spare: list[Export] = []
+        self.spare: list[Buffer] = []
+        self.pinned: frozenset[Version] = frozenset()
         self.history: list[Version] = []
         self.tickets: dict[Version, Ledger] = {}
-        self.links: dict[int, tuple[RankKey, Pipe]] = {}
+        self.room = Signal()
+        self._rejoined_at = -math.inf
+        self._told = 0
         self._announcing: list[Version] = []
         self._to_announce = Signal()
 
@@ -88,19 +138,23 @@ class TrainerRank(Node):
         """A new process of the trainer's present life."""
         self.start()
         self._reset()
-        size = len(self.trainer.ranks)
-        self.positions = range(self.rank * WORDS // size, (self.rank + 1) * WORDS // size)
-        self.client = Client(self, self.hub, self.network, self.trainer.limits)
+        self.client = Client(self, self.hub, self.network, self.limits)
+        info = {"model": MODEL, "address": f"{self.name}#{self.life}", "source_digest": "s", "site": ""}
         self.lease = LeaseOf(
             self.client,
             MemberKey("publisher", "trainer", self.rank),
-            size,
-            {"model": MODEL, "address": f"{self.name}#{self.life}", "source": "s", "source_digest": "s"},
+            len(self.trainer.ranks),
+            info,
             lambda: None,
             lambda reason: self.trainer.crash(1.0, reason),
             self._rejoin,
         )
         self.spawn(self._train())
+
+    def holds(self) -> list[int]:
+        """A contiguous share of the words."""
+        size = len(self.trainer.ranks)
+        return list(range(self.rank * WORDS // size, (self.rank + 1) * WORDS // size))
 
     def _train(self) -> Steps:
         try:
@@ -110,6 +164,7 @@ class TrainerRank(Node):
             self.world.at(0.0, lambda: self.trainer.crash(1.0, reason))
             return
         self.spawn(self._announce_all())
+        self.spawn(self._follow_pins())
         draw = self.world.stream(f"{self.name} steps")
         leader = self.trainer.ranks[0]
         while True:
@@ -122,31 +177,65 @@ class TrainerRank(Node):
             ):
                 yield 0.05 * (0.5 + draw.random())  # the ranks of one world step together
             if self.published < self.trainer.target:
-                self.publish(Version(self.trainer.lineage, self.published + 1))
+                yield from self.publish(Version(self.trainer.lineage, self.published + 1))
             else:
                 yield 1.0
 
-    def publish(self, version: Version) -> None:
-        """As Publisher.publish: an export in buffers of its own, older ones retired and used again."""
+    # What is held.
+
+    def publish(self, version: Version) -> Steps:
+        """As Publisher.publish: waits for room, then an export in buffers of its own."""
+        limit = self.clock() + self.limits.timeout_s
+        while self._decide((Stock(version, 0),)).wait:
+            if self.clock() > limit:
+                self.note("%s isn't published: pinned versions leave no room", version)
+                return
+            yield self.room, 0.5
         words = self.trainer.truth.of(version)
-        export = next((s for s in self.spare if s.readers == 0), None)
-        if export is None:
-            export = Export(version, words)
+        buffer = next((s for s in self.spare if s.readers == 0), None)
+        if buffer is None:
+            buffer = Buffer(words)
         else:
-            self.spare.remove(export)
-            export.version, export.words[:], export.retired = version, words, False
-        self.held.append(export)
-        keep = self.trainer.keep_versions
-        for old in self.held[:-keep]:
-            old.retired = True
-            self.spare = [old]
-        self.held = self.held[-keep:]
+            self.spare.remove(buffer)
+            buffer.words[:] = words
+        self.held.append(Export(version, buffer))
+        self._tidy()
         self.history = [*self.history, version][-HISTORY:]
         self.tickets[version] = {key: RankOutcome() for key, _ in self.links.values()}
         self.published = version.number
         self.note("publishes %s", version)
         self._announcing.append(version)
         self._to_announce.fire()
+
+    def _decide(self, coming: tuple[Stock, ...] = ()) -> Decision:
+        settings = self.trainer.settings
+        stocks = [e.stock for e in self.held]
+        return decide([*stocks, *coming], self.pinned, settings.keep_versions, settings.copies)
+
+    def _tidy(self) -> None:
+        decision = self._decide()
+        for export in list(self.held):
+            if export.version in decision.retire:
+                self.held.remove(export)
+                self.spare = [export.buffer]
+            elif export.version in decision.shed and export.copy is not None:
+                self.spare = [export.buffer]
+                export.buffer, export.exported = export.copy, False
+        self.room.fire()
+
+    def read(self, version: Version, deadline: float) -> Generator[Any, Any, Reading | str]:
+        """The words of a held version."""
+        yield from ()
+        export = next((e for e in self.held if e.version == version), None)
+        return f"version {version} was superseded" if export is None else BufferReading(export.buffer)
+
+    def frame_base(self, base: Version | None, version: Version) -> dict[int, Word] | None:
+        """What a version of the last few consisted of."""
+        if not self.trainer.settings.frames or base is None or base not in self.history or base == version:
+            return None
+        return dict(enumerate(self.trainer.truth.of(base)))
+
+    # The hub.
 
     def _announce_all(self) -> Steps:
         while True:
@@ -165,12 +254,28 @@ class TrainerRank(Node):
             except TransferError as error:
                 self.note("%s isn't announced: %s", version, error)
 
+    def _holdings(self) -> dict[Version, Holding]:
+        return {
+            e.version: Holding("published" if e.exported else "offloaded", e.version in self.pinned)
+            for e in self.held
+        }
+
     def _announce(self, version: Version) -> Steps:
-        event = machine.Announce(self.lease.key, self.lease.incarnation, MODEL, version, WORDS, 0.0)
-        yield from self.lease.call(event)
+        self._told += 1
+        lease, fanout = self.lease, self.trainer.settings.fanout
+        held = self._holdings()
+        yield from lease.call(
+            Announce(lease.key, lease.incarnation, MODEL, version, WORDS, 0.0, held, self._told, fanout)
+        )
+
+    def _hold(self) -> Steps:
+        self._told += 1
+        lease = self.lease
+        yield from lease.call(Hold(lease.key, lease.incarnation, MODEL, self._holdings(), self._told))
 
     def _rejoin(self) -> Steps:
-        for export in list(self.held):
+        self._rejoined_at = self.clock()
+        for export in self.held[-1:]:
             try:
                 self.world.moment("announced", self)
                 yield from self._announce(export.version)
@@ -178,107 +283,65 @@ class TrainerRank(Node):
                 if error.code != "regress":
                     raise
 
-    # Links.
+    def _grace_s(self) -> float:
+        return max(0.0, self._rejoined_at + PIN_GRACE_TTLS * self.limits.ttl_s - self.clock())
 
-    def accept(self, pipe: Pipe, key: RankKey, mode: str) -> None:
-        """A subscriber rank connected."""
-        self.spawn(self._serve_link(pipe, key, mode))
+    def _follow_pins(self) -> Steps:
+        """Learn which versions are pinned, keep them, and say so."""
+        known: list[Version] = []
+        key, incarnation = self.lease.key, self.lease.incarnation
+        while not self.lease.lost:
+            grace_s = self._grace_s()
 
-    def _serve_link(self, pipe: Pipe, key: RankKey, mode: str) -> Steps:
-        self.links[id(pipe)] = key, pipe
-        reason = "closed"
-        try:
-            while True:
-                message = yield from receive(pipe, self, math.inf)
-                match message["kind"]:
-                    case "open":
-                        pipe.send(self.name, {"kind": "opened"})
-                    case "ready":
-                        yield from self._serve(pipe, mode, message)
-                    case "installed":
-                        self._installed(key, message["version"])
-                    case "gave_up":
-                        self._settle(message["version"], key, RankOutcome("aborted", message["reason"]))
-        except TransferError as error:
-            reason = f"{type(error).__name__}: {error}"
-        pipe.close(self.name)
-        del self.links[id(pipe)]
-        self.note("link to %s.%s ended: %s", *key, reason)
-        if all(other != key for other, _ in self.links.values()):
-            for version in self.tickets:
-                self._settle(version, key, RankOutcome("failed", reason))
+            def ask(state: HubState, known: list[Version] = known) -> Any:
+                found = views.pinned(state, MODEL)
+                return views.unknown(state, key, incarnation) or (None if found == known else found)
+
+            try:
+                found = yield from self.lease.ask(ask, min(POLL_S, grace_s or POLL_S), empty=known)
+                if found != known or grace_s:
+                    yield from self._pin(set(found))
+                    known = found
+            except TransferError as error:
+                self.note("following pins: %s", error)
+                yield RETRY_S
+
+    def _pin(self, versions: set[Version]) -> Steps:
+        before = self.pinned
+        pinned = frozenset(versions | before if self._grace_s() else versions)
+        if pinned == before:
+            return
+        self.pinned = pinned
+        self._tidy()
+        yield from self._hold()
+        while wanted := [e for e in self.held if e.version in self._decide().copy]:
+            yield WORD_S
+            wanted[0].copy = Buffer(tuple(wanted[0].buffer.words))
+        self._tidy()
+        if pinned - before:
+            yield from self._hold()
+
+    # What readers say.
 
     def _settle(self, version: Version, key: RankKey, result: RankOutcome) -> None:
         ledger = self.tickets.get(version)
         if ledger is not None and key in ledger:
             self.tickets[version] = settle(ledger, key, result)
 
-    def _installed(self, key: RankKey, version: Version) -> None:
+    def on_installed(self, key: RankKey, version: Version) -> None:
+        """It is settled, and older ones are superseded."""
         if version in self.tickets:
             self.tickets[version] = settle(self.tickets[version], key, RankOutcome("installed"))
         for older in self.tickets:
             if version.follows(older) or older.lineage != version.lineage:
                 self._settle(older, key, RankOutcome("superseded"))
 
-    def _serve(self, pipe: Pipe, mode: str, ready: dict[str, Any]) -> Steps:
-        """Write one version, as Outbound._serve; DeadlineError ends the link."""
-        version, about = ready["version"], {"round": ready["round"]}
-        export = next((e for e in self.held if e.version == version), None)
-        if export is None or export.retired:
-            pipe.send(self.name, {"kind": "refused", **about})
-            return
-        deadline = self.clock() + min(ready["timeout_s"], self.trainer.limits.timeout_s)
-        wanted = [i for i in self.positions if i in ready["memory"].words]
-        base = ready["base"]
-        frame = self.trainer.frames and base in self.history and base != version
-        pipe.send(self.name, {"kind": "begin", "payload": "frame" if frame else "full", **about})
-        export.readers += 1
-        try:
-            if frame:
-                yield WORD_S
-                old = self.trainer.truth.of(base)
-                changed = {i: export.words[i] for i in wanted if export.words[i] != old[i]}
-                pipe.send(self.name, {"kind": "frame", "base": base, "changed": changed, **about})
-            else:
-                yield from self._write(pipe, mode, ready["memory"], wanted, export, deadline, about)
-            pipe.send(self.name, {"kind": "done", "version": version, **about})
-            yield WORD_S
-            pipe.send(self.name, {"kind": "sums", "words": {i: export.words[i] for i in wanted}, **about})
-        finally:
-            export.readers -= 1
+    def on_gave_up(self, key: RankKey, version: Version, reason: str) -> None:
+        """It may still come back and take it."""
+        self._settle(version, key, RankOutcome("aborted", reason))
 
-    def _write(
-        self,
-        pipe: Pipe,
-        mode: str,
-        memory: Any,
-        wanted: list[int],
-        export: Export,
-        deadline: float,
-        about: Any,
-    ) -> Steps:
-        """Word by word; the deadline is looked at between pieces only."""
-        piece = max(1, len(wanted) // PIECES)
-        draw = self.world.stream(f"{self.name} writes")
-        put: dict[str, Callable[[int], object]] = {
-            "shm": lambda i: memory.write(i, export.words[i], self.name),
-            "verbs": lambda i: pipe.send(self.name, {"place": memory, "at": i, "word": export.words[i]}),
-            "tcp": lambda i: pipe.send(
-                self.name, {"kind": "chunk", "at": i, "word": export.words[i], **about}
-            ),
-        }
-        for number, position in enumerate(wanted):
-            if number % piece == 0 and self.clock() > deadline:
-                raise DeadlineError("the round ended before all was written")
-            if number == len(wanted) // 2:
-                self.world.moment("writing", self)
-            yield WORD_S * (0.5 + draw.random()) * self.network.weather.slow
-            if self.stall_s:  # this thread alone: a page that is fetched, a core that others have
-                stall_s, self.stall_s = self.stall_s, 0.0
-                yield stall_s
-            put[mode](position)
-        if mode == "verbs":  # completions of the last writes
-            while not pipe.quiet(self.name):
-                if self.clock() > deadline:
-                    raise DeadlineError("writes were not completed in time")
-                yield WORD_S
+    def on_link_ended(self, key: RankKey, reason: str) -> None:
+        """What it still owed is failed."""
+        if all(other != key for other, _ in self.links.values()):
+            for version in self.tickets:
+                self._settle(version, key, RankOutcome("failed", reason))

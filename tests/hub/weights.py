@@ -62,11 +62,9 @@ class Memory:
         return all(word == words[i] for i, word in self.words.items())
 
 
-class Export:
-    """The buffer of a published version; ``readers`` are transfers that read it now."""
+class Buffer:
+    """Export buffers, or a copy in host memory; ``readers`` are transfers that read it now."""
 
-    def __init__(self, version: Version, words: tuple[Word, ...]) -> None:
-        self.version = version
+    def __init__(self, words: tuple[Word, ...]) -> None:
         self.words = list(words)
         self.readers = 0
-        self.retired = False

@@ -20,7 +20,7 @@ from jaxrl_sync.transfer.errors import PeerLost
 
 Wait = Any  # seconds, or (Signal, seconds)
 Steps = Generator[Wait, Any, Any]
-MOST_EVENTS = 100_000
+MOST_EVENTS = 40_000
 
 
 class Violation(AssertionError):
