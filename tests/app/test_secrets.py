@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from jaxrl_sync.launch import sweep
 from jaxrl_sync.launch.environment import RUN_MARK
+from jaxrl_sync.launch.status import Looker, describe
 from jaxrl_sync.report.page import write_report
 from jaxrl_sync.transfer import tls
 from jaxrl_sync.transfer.hub.trace import PHASES, SIZED
@@ -37,7 +36,7 @@ def holders(secrets: list[bytes], run: Run) -> list[str]:
 
 @pytest.mark.timeout(300)
 def test_a_run_over_tls_keeps_its_secrets_and_tells_its_rounds(tmp_path: Path) -> None:
-    options = ("--run.steps=6", "--hub.tls=self-signed")
+    options = ("--run.steps=40", "--hub.tls=self-signed")
     with Run(tmp_path / "run", *SMALL, *options) as run:
         run.wait_step(2)
         token = (run.run_dir / "token").read_bytes().strip()
@@ -54,14 +53,8 @@ def test_a_run_over_tls_keeps_its_secrets_and_tells_its_rounds(tmp_path: Path) -
         )
         assert len(set(pids)) == 3 and all(url.startswith("https://") for url in urls)
         assert urls[0].endswith(tls.of_run(run.run_dir).fingerprint)
-        command = [sys.executable, "-m", "jaxrl_sync.cli", "status", "--hub", urls[0]]
-        shown = subprocess.run(
-            [*command, "--token-file", str(run.run_dir / "token")],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        ).stdout
+        with Looker(None, urls[0], run.run_dir / "token") as looker:
+            shown = describe(looker.look())
         assert "engine engine-0" in shown and "publisher trainer" in shown
         code, out, err = run.finish(timeout_s=200)
         assert code == 0, err
