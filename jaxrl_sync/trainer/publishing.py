@@ -16,6 +16,7 @@ from jaxrl_sync.config.file_channel import channel_path, to_file_writer
 from jaxrl_sync.config.process import ProcessContext
 from jaxrl_sync.sharding.layout import Layout
 from jaxrl_sync.trainer.axes import Tree
+from jaxrl_sync.transfer.errors import TransferError
 from jaxrl_sync.transfer.files.announcing import Announcer
 from jaxrl_sync.transfer.files.writer import FilePublisher
 from jaxrl_sync.transfer.publisher import Publisher
@@ -41,16 +42,25 @@ class Announced:
         self.announcer.announce(version)
 
 
-@dataclasses.dataclass(frozen=True)
-class Everywhere:
-    """Publishes through each of several, in order."""
+@dataclasses.dataclass
+class Beside:
+    """Publishes through ``first``, and into a channel that training doesn't depend on: when that fails for
+    good (another writer has taken it over), it is left alone.
+    """
 
-    publishers: tuple[Publishes, ...]
+    first: Publishes
+    files: Publishes | None
 
     def publish(self, tree: Tree, version: Version) -> None:
-        """To all of them; returns once the tree may be donated."""
-        for publisher in self.publishers:
-            publisher.publish(tree, version)
+        """To both; returns once the tree may be donated."""
+        self.first.publish(tree, version)
+        if self.files is None:
+            return
+        try:
+            self.files.publish(tree, version)
+        except TransferError as error:
+            logger.error("no version is written to the file channel from %s on: %s", version, error)
+            self.files = None
 
 
 def open_publishers(
@@ -68,7 +78,7 @@ def open_publishers(
         live = _open_live(context, stack, hub_url, source, convert)
         if path is None:
             return live
-        return Everywhere((live, _open_files(context, stack, path, source, convert, world, None)))
+        return Beside(live, _open_files(context, stack, path, source, convert, world, None))
     assert path is not None  # checked with the config
     announcer = _open_announcer(context, stack, hub_url, source)
     return _open_files(context, stack, path, source, convert, world, announcer.announce)

@@ -279,8 +279,11 @@ class FileSubscriber:
             self._stats.anchor_bytes += read.anchor_bytes
             self._stats.delta_bytes += read.delta_bytes
         number = next(i for i in range(len(self._slots)) if i != self._serving)
+        filled = time.monotonic()
         moved = self._fill(pair, self._slots[number])
-        return _prepared(version, chain, read, read_s, time.monotonic() - start - read_s, moved), number
+        now = time.monotonic()
+        seconds = {"wire": read_s, "verify": filled - start - read_s, "apply": now - filled}
+        return _prepared(version, chain, read, seconds, moved), number
 
     def _leased(self, channel: Channel, lease: ReaderLease, version: Version) -> tuple[Manifest, Chain]:
         """The cheapest chain from what this reader holds, under a lease."""
@@ -407,20 +410,21 @@ def _check_leaves(stored: Stored, mine: Any) -> None:
 
 
 def _prepared(
-    version: Version, chain: Chain, read: Read, read_s: float, verify_s: float, moved: Mapping[str, int]
+    version: Version, chain: Chain, read: Read, seconds: Mapping[str, float], moved: Mapping[str, int]
 ) -> Prepared:
-    """The report of one preparation."""
+    """The report of one preparation. ``seconds``: reading, counting digests, copying into the slot."""
     kinds = (["full"] if chain.anchor is not None else []) + (["frame"] if chain.deltas else [])
     density = 1.0 if chain.anchor is not None else read.changed / max(1, read.elements)
     return Prepared(
         version=version,
         nbytes=read.anchor_bytes + read.delta_bytes,
-        wire_s=read_s,
-        verify_s=verify_s,
+        wire_s=seconds["wire"],
+        verify_s=seconds["verify"] + seconds["apply"],
         prepare_s=0.0,
         transport="file",
         payload="+".join(kinds) or "full",
         coding=", ".join(sorted(read.codings)),
         density=density,
         moved=moved,
+        seconds=seconds,
     )
