@@ -213,6 +213,7 @@ class LeaseOf:
         self.incarnation = f"{node.name}#{node.life}"  # of another key than other leases of this process
         self.lost = ""
         self._installed, self._on_lost, self._on_rejoin = installed, on_lost, on_rejoin
+        self._sequence = 0
         self._wake = Signal()
         self._untold = False
         client.on_epoch.append(self._wake.fire)
@@ -225,6 +226,7 @@ class LeaseOf:
 
     def register(self, within_s: float = math.inf) -> Steps:
         """Tell the hub who this is and what it serves."""
+        self._sequence += 1
         event = machine.Register(
             self.key,
             self.size,
@@ -232,6 +234,7 @@ class LeaseOf:
             dict(self.info),
             self.client.limits.ttl_s,
             self._installed(),
+            self._sequence,
         )
         yield from self.client.call(event, within_s=within_s)
 

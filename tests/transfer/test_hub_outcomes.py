@@ -145,6 +145,19 @@ def test_a_late_word_of_an_older_round_does_not_bring_its_version_back() -> None
     assert again.rounds == {}
 
 
+def test_an_earlier_word_of_a_process_about_itself_renews_its_lease_only() -> None:
+    def told(number: int, info: Any, installed: Version | None) -> machine.Register:
+        return machine.Register(key(0), 2, "i", MODEL | info, TTL_S, installed, number)
+
+    state = run(told(2, {"want": None}, A1))
+    late, outcome = machine.step(state, told(1, {"want": {"lineage": "a", "number": 1}}, None), 3.0)
+    assert isinstance(outcome, machine.Done)
+    assert late.members[key(0)].info == {**MODEL, "want": None} and late.installed == {key(0): A1}
+    assert late.members[key(0)].expires == 3.0 + TTL_S
+    again, _ = machine.step(late, machine.Register(key(0), 2, "j", MODEL, TTL_S, None, 1), 3.0)
+    assert again.members[key(0)].incarnation == "j" and again.installed == {}
+
+
 def test_a_word_of_another_process_is_no_word_of_this_one() -> None:
     state = run(*PREPARED, join(0, "j"))
     _, outcome = machine.step(state, advance(0, "installed"), 0.0)

@@ -94,7 +94,8 @@ def _register(key: MemberKey, incarnation: str, body: dict[str, Any], ttl_s: flo
     if not 0 <= key.rank < size <= MAX_WORLD:
         raise BadRequest(f"rank {key.rank} of {size}, expected 0 <= rank < size <= {MAX_WORLD}")
     ttl = min(max(number(body, "ttl_s", ttl_s), 0.5), 600.0)
-    return events.Register(key, size, incarnation, info, ttl, version_of(body.get("installed")))
+    sequence = int(number(body, "sequence", 0))
+    return events.Register(key, size, incarnation, info, ttl, version_of(body.get("installed")), sequence)
 
 
 def _announce(key: MemberKey, incarnation: str, body: dict[str, Any]) -> events.Announce:

@@ -13,7 +13,10 @@ Held = dict[Version, Holding]
 
 @dataclasses.dataclass(frozen=True)
 class Register:
-    """A process joins, or tells new ``info`` (same incarnation). Another incarnation replaces the old one."""
+    """A process joins, or tells new ``info`` (same incarnation). Another incarnation replaces the old one.
+
+    ``sequence`` counts what a process says of itself: an earlier word that comes late renews its lease only.
+    """
 
     key: MemberKey
     size: int
@@ -21,6 +24,7 @@ class Register:
     info: dict[str, Any]
     ttl_s: float
     installed: Version | None = None
+    sequence: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

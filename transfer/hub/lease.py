@@ -57,6 +57,7 @@ class Lease:
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._epoch = ""
+        self._sequence = 0
         self._thread = threading.Thread(target=self._run, name=f"lease-{key}", daemon=True)
 
     @property
@@ -103,11 +104,12 @@ class Lease:
         return self.client.call(path, message, timeout_s, self._closed, max(0.0, deadline - time.monotonic()))
 
     def _register(self, within_s: float = math.inf) -> None:
-        with self._lock:
-            info = dict(self._info)
-        body = {**self.identity, "size": self.size, "info": info, "ttl_s": self._ttl_s}
-        if self._installed is not None:
-            body["installed"] = version_json(self._installed())
+        with self._lock:  # threads may overtake each other on the way to the hub: it goes by the number
+            self._sequence += 1
+            body = {**self.identity, "size": self.size, "info": dict(self._info), "ttl_s": self._ttl_s}
+            body["sequence"] = self._sequence
+            if self._installed is not None:
+                body["installed"] = version_json(self._installed())
         self._epoch = self.client.call("/v1/event/register", body, within_s=within_s)["epoch"]
 
     def _rejoin(self) -> None:

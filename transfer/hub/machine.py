@@ -149,8 +149,12 @@ def _apply(state: HubState, event: Event, now: float) -> tuple[HubState, Done | 
 
 def _register(state: HubState, event: Register, now: float) -> tuple[HubState, Done | Refused]:
     key, old = event.key, state.members.get(event.key)
-    member = Member(key, event.size, event.incarnation, event.info, event.ttl_s, now + event.ttl_s)
+    expires, sequence = now + event.ttl_s, event.sequence
+    member = Member(key, event.size, event.incarnation, event.info, event.ttl_s, expires, sequence)
     same = old is not None and old.incarnation == event.incarnation
+    if old is not None and same and 0 < sequence < old.sequence:
+        member = dataclasses.replace(old, expires=max(old.expires, expires))
+        return dataclasses.replace(state, members={**state.members, key: member}), Done()
     log: tuple[str, ...] = ()
     if not same:
         log = (f"{key} joined" + (", replacing another process" if old else ""),)

@@ -42,6 +42,7 @@ class Member:
     info: dict[str, Any]
     ttl_s: float
     expires: float
+    sequence: int = 0
 
     def public(self) -> dict[str, Any]:
         """The member as others see it."""
