@@ -286,8 +286,9 @@ class Inbound:
 
     def _last_words(self) -> str:
         """Why the sender ended the round, where it still said so."""
+        end = time.monotonic() + LAST_WORDS_S
         try:
-            while self._connection.wait_readable(LAST_WORDS_S):
+            while self._connection.wait_readable(end - time.monotonic()):
                 message, _ = self._connection.recv(LAST_WORDS_S)
                 if message.get("kind") == "failed":
                     return f"{self.peer} gave up: {message.get('reason')}"

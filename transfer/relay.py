@@ -27,7 +27,7 @@ from jaxrl_sync.transfer.payload.chains import Chains
 from jaxrl_sync.transfer.slots import Target
 from jaxrl_sync.transfer.version import Version
 
-LEAVE_S = 10.0
+LEAVE_S = 5.0
 """How long an engine that leaves waits for those who are still reading from it."""
 
 ROLE = "relay"

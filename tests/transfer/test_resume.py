@@ -28,7 +28,7 @@ def fleet(made: Cast, transport: str, fanout: str = "chain") -> tuple[Peer, Peer
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.invariant(37)
+@pytest.mark.invariant(32)
 def test_a_relay_killed_at_half_costs_only_the_other_half_again(cast: Cast, transport: str) -> None:  # noqa: F811
     trainer, relay, reader = fleet(cast, transport)
     relay.tell(halt="b")
