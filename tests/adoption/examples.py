@@ -43,11 +43,15 @@ def module(name: str) -> Any:
     return found
 
 
+def environment() -> dict[str, str]:
+    """Programs choose their own number of devices."""
+    return {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+
+
 class Program:
     """A running example with its lines; ends with ``with``."""
 
     def __init__(self, file: Path, folder: Path, python: str = sys.executable) -> None:
-        env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
         self._errors = (folder / f"{file.stem}.log").open("w+", encoding="utf8")
         self._process = subprocess.Popen(
             [python, str(file), str(folder)],
@@ -55,7 +59,7 @@ class Program:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            env=env,
+            env=environment(),
         )
         self._timer = threading.Timer(LIMIT_S, self._process.kill)
         self._timer.start()
