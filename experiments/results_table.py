@@ -34,6 +34,11 @@ DELTAS = {
     "decode + apply, ffi in jit, 2 threads": "decode and apply inside jit, 2 threads",
     "decode + apply, aliased, 2 threads": "decode and apply into a slot, 2 threads",
 }
+SITES = {
+    "naive": "each takes all of it",
+    "seed": "one takes it, the others from it",
+    "delta": "the same, only what changed (1 %)",
+}
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 
 
@@ -57,7 +62,8 @@ def replaced(text: str, content: str) -> str:
 
 def table(folder: Path) -> str:
     """All tables, one after the other."""
-    return runs(folder) + reshards(folder) + transports(folder) + deltas(folder) + links(folder)
+    parts = (runs, reshards, transports, deltas, links, stalls, sites, fanouts)
+    return "".join(part(folder) for part in parts)
 
 
 def deltas(folder: Path) -> str:
@@ -83,6 +89,49 @@ def links(folder: Path) -> str:
     for (rate, payload, values), row in newest.items():
         name = payload if payload == "full" else f"{payload}, {values}"
         lines.append(f"| {rate} | {name} | {row['nbytes']:,.0f} | {row['seconds'] * 1e3:.0f} |")
+    return "\n".join(lines) + "\n"
+
+
+def stalls(folder: Path) -> str:
+    """How long generation stops for new weights: the newest session."""
+    rows = _rows(folder / "stall" / "rows.jsonl")
+    if not rows:
+        return ""
+    sys.path.append(str(folder / "stall"))
+    import summary
+
+    found: str = summary.markdown(rows)
+    return found
+
+
+def sites(folder: Path) -> str:
+    """One version to replicas at another site over a slow line: the newest row per way."""
+    newest = {row["way"]: row for row in _rows(folder / "slow_link" / "rows.jsonl")}
+    if not newest:
+        return ""
+    first = next(iter(newest.values()))
+    what = f"{first['model_bytes'] / 1e6:.0f} MB to {first['replicas']} replicas"
+    place = f"{first['rate_mbit']:g} Mb/s and {first['round_trip_ms']:g} ms away"
+    lines = ["", f"| {what}, {place} | s | of bytes / rate + 3 round trips |"]
+    lines.append("| --- | --- | --- |")
+    for way, label in SITES.items():
+        if way in newest:
+            seconds, bound = newest[way]["seconds"], newest[way]["bound_s"]
+            lines.append(f"| {label} | {seconds:.2f} | {seconds / bound:.2f}x |")
+    return "\n".join(lines) + "\n"
+
+
+def fanouts(folder: Path) -> str:
+    """Seconds to the last reader by kind of fan-out: the newest row per kind and number."""
+    newest = {(row["kind"], row["readers"]): row for row in _rows(folder / "fanout" / "rows.jsonl")}
+    if not newest:
+        return ""
+    numbers = sorted({n for _, n in newest})
+    head = " | ".join(str(n) for n in numbers)
+    lines = ["", f"| seconds to the last of so many readers | {head} |", "| --- |" + " --- |" * len(numbers)]
+    for kind in ("star", "chain", "tree"):
+        cells = [f"{newest[kind, n]['seconds']:.2f}" if (kind, n) in newest else "" for n in numbers]
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -67,6 +67,31 @@ class Summary:
         return lines
 
 
+def markdown(rows: Sequence[Row]) -> str:
+    """The README's table of the newest session; nothing without rows."""
+    chosen = [r for r in rows if r["session"] == rows[-1]["session"]]
+    if not chosen:
+        return ""
+    summary = summarize(chosen)
+    params = f"{summary.params / 1e6:.0f}M parameters"
+    lines = [
+        "",
+        f"| new weights for {params} | trainer | syncs | generation stops, ms | p99 | tokens lost, ms |",
+    ]
+    lines.append("| --- | --- | --- | --- | --- | --- |")
+    for name, c in summary.conditions.items():
+        for mode, m in c.modes.items():
+            label = f"**{LABELS[mode]}**" if mode in ("sync", "async") else LABELS[mode]
+            figures = f"{m.stall_s * 1e3:.1f} | {m.p99_s * 1e3:.1f} | {m.lost_s * 1e3:.0f}"
+            lines.append(f"| {label} | {name} | {m.syncs} | {figures} |")
+    steps = ", ".join(
+        f"{name} {c.step_s * 1e3:.1f} ms (IQR {c.spread_s * 1e3:.1f} ms)"
+        for name, c in summary.conditions.items()
+    )
+    lines += ["", f"Commit {summary.session.partition('-')[0]}; one decode step, trainer {steps}."]
+    return "\n".join(lines) + "\n"
+
+
 def summarize(rows: Sequence[Row]) -> Summary:
     """The summary of one session's rows."""
     conditions = {}
