@@ -185,8 +185,7 @@ class Lead:
             if time.monotonic() > deadline:
                 return "generate"
             self._step()
-        self._sleep()
-        return "train"
+        return "train" if self._sleep() else "generate"
 
     def wake(self, version: Version) -> float:
         """See ``Neighbour.wake``. Compiles every shape the first time."""
@@ -232,11 +231,15 @@ class Lead:
         elif output.steps:
             self._spans.busy(t0, time.time())
 
-    def _sleep(self) -> None:
-        """End what needs the old version, pause, and give the thread to the trainer on every rank."""
+    def _sleep(self) -> bool:
+        """End what needs the old version, pause, and give the thread to the trainer on every rank.
+
+        False when this process is told to stop before that: the engine then goes on to serve.
+        """
         freed = None
         while freed is None:
-            self._stand_still()
+            if not self._stand_still():
+                return False
             with contextlib.suppress(EngineError):  # a pinned request slipped in
                 freed = self._engine.sleep(release_cache=self._place.release_cache)
         self._spans.flush()
@@ -245,15 +248,19 @@ class Lead:
         self._counts["freed_bytes"] += freed
         self._counts["sleeps"] += 1
         self._slept_at = time.time()
+        return True
 
-    def _stand_still(self) -> None:
+    def _stand_still(self) -> bool:
+        """Whether nobody needs the version any more and the pause mode has taken effect."""
+        stop = self._place.context.stop
         self._engine.resume()
-        while self._engine.tied:
+        while self._engine.tied and not stop.is_set():
             self._step()
-        if self._mode != "keep":
+        if self._mode != "keep" and not stop.is_set():
             standing = self._engine.pause(self._mode)
-            while not standing.done():
+            while not (standing.done() or stop.is_set()):
                 self._step()
+        return not stop.is_set()
 
     def leave(self) -> None:
         """See ``Neighbour.leave``."""

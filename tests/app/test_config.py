@@ -51,6 +51,16 @@ BAD = [
         "trainer.mesh.tp = 4 must divide or be a multiple of model.num_kv_heads=6",
     ),
     (["--engine.devices", "3"], 2, "engine tp (engine.processes=1 x engine.devices=3) = 3 must divide"),
+    (
+        [
+            *("--engine.placement", "colocated", "--engine.replicas", "1"),
+            *("--trainer.devices", "8", "--trainer.mesh.fsdp", "4"),
+        ],
+        2,
+        "colocated engine's tp (trainer.processes=1 x trainer.devices=8) = 8 must divide model.num_heads=4",
+    ),
+    (["--sync.mode", "sync"], 2, "sync.mode='sync' means loop.staleness_bound=0, found 2"),
+    (["--engine.placement", "colocated"], 2, "is one replica, found engine.replicas=2"),
     (["--trainer.rows", "3"], 2, "trainer.mesh dp x fsdp = 2 must divide trainer.rows=3"),
     (["--model.num_kv_heads", "3"], 2, "model.num_heads=4 must be a multiple of model.num_kv_heads=3"),
     (["--loss.correction", "none"], 2, "loop.staleness_bound=2 trains on samples of older weights"),

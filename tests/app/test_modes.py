@@ -27,7 +27,6 @@ MODES = {
     "async-wait": ("--sync.pause_mode=wait", *LONG),
     "async-abort": ("--sync.pause_mode=abort", *LONG),
     "async-pull": ("--sync.initiator=pull", "--eval.every_steps=2", *LONG),
-    "colocated": ("--engine.placement=colocated", "--engine.replicas=1", *LONG),
     "colocated-abort": (
         "--engine.placement=colocated",
         "--engine.replicas=1",
@@ -44,7 +43,7 @@ MODES = {
         *LONG,
     ),
 }
-SPANNING = {"async-keep", "async-recompute", "colocated", "mixed", "colocated-world"}
+SPANNING = {"async-keep", "async-recompute", "mixed", "colocated-world"}
 """Where running samples go on under the new version, so that some have tokens of two."""
 
 

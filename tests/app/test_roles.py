@@ -11,6 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from jaxrl_sync.config import load
+from jaxrl_sync.config.process import ProcessContext
+from jaxrl_sync.launch import roles
+from jaxrl_sync.launch.commands import workers
+from tests.app.runs import ADDITION
+
 PROGRAM = """
 import os, pathlib, sys, time
 from types import SimpleNamespace
@@ -56,3 +62,28 @@ def test_a_second_signal_ends_a_role_and_its_shared_memory(number: signal.Signal
     os.kill(process.pid, number)
     assert process.wait(20) == 130
     assert not segment.exists()
+
+
+@pytest.mark.parametrize(
+    ("placement", "replicas", "expected"),
+    [
+        ("disaggregated", 2, ["hub", "trainer", "engine-0", "engine-1", "orchestrator"]),
+        ("colocated", 1, ["hub", "trainer", "orchestrator"]),
+        ("mixed", 3, ["hub", "trainer", "engine-1", "engine-2", "orchestrator"]),
+    ],
+)
+def test_a_colocated_replica_has_no_process_of_its_own(
+    tmp_path: Path, placement: str, replicas: int, expected: list[str]
+) -> None:
+    config = load(ADDITION, {"engine.placement": placement, "engine.replicas": replicas})
+    assert [w.name for w in workers(config, tmp_path, {})] == expected
+
+
+def test_the_command_of_a_colocated_replica_says_that_it_has_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roles, "_stop_on_signals", lambda context: None)
+    config = load(ADDITION, {"engine.placement": "mixed", "engine.replicas": 3})
+    context = ProcessContext("engine", "engine-0", config, tmp_path, tmp_path / "token")
+    assert roles.run_role(context) == 2
+    assert "engine --replica 0: expected 1 or 2 (engine.placement='mixed'" in capsys.readouterr().err

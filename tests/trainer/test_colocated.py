@@ -161,6 +161,17 @@ def test_a_held_version_is_served_before_the_trainer_gets_its_turn(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.invariant(19)
+def test_the_death_of_a_rank_ends_the_other_while_they_generate(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with hub(run_dir) as url, TrainerWorld(run_dir, _settings(2), url) as world, _client(world) as client:
+        _greedy(client, PROMPTS[0])
+        world.processes[1].kill()
+        assert world.processes[0].wait(60) == 4
+        assert "engine-0 rank 1 of this engine died" in world.log()
+
+
+@pytest.mark.slow
 def test_training_beside_an_engine_is_training(tmp_path: Path) -> None:
     """The same losses, bit for bit, as without an engine and with the optimizer always on the devices."""
     curves = []
