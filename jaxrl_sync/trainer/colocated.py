@@ -219,7 +219,8 @@ class Lead:
 
     def _take(self, version: Version) -> Tree:
         self._installed = self._place.take(version)
-        return self._installed.tree
+        tree: Tree = self._installed.tree
+        return tree
 
     def _step(self) -> None:
         """One engine step, or a short wait where there is nothing to do."""
