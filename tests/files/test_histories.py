@@ -52,7 +52,7 @@ def placed(bits: Bits) -> Any:
         for (name, flat), dtype in zip(bits.items(), DTYPES, strict=True)
     }
     return {
-        name: jax.make_array_from_callback(SHAPE, sharding, lambda index, v=value: v[index])
+        name: jax.make_array_from_callback(SHAPE, sharding, value.__getitem__)
         for name, value in whole.items()
     }
 
