@@ -11,10 +11,15 @@ from unittest import mock
 from jaxrl_sync.transfer import receiving
 from jaxrl_sync.transfer.hub import fleet, machine, outcomes
 from jaxrl_sync.transfer.hub.state import HubState, Member, MemberKey, RankState, Round, Tag
+from jaxrl_sync.transfer.progress import Progress
 from jaxrl_sync.transfer.receiving import Filling, Offer, ReceiverState
+from jaxrl_sync.transfer.retention import Decision, decide
 from jaxrl_sync.transfer.version import Version
 
+from . import trainer
 from .engine import EngineRank
+from .holding import Content, Holding, SlotReading
+from .subscriber import SubscriberRank
 from .trainer import TrainerRank
 
 Patch = contextlib.AbstractContextManager[Any]
@@ -151,7 +156,43 @@ def _install_of_anyone(state: HubState, key: MemberKey, entry: Round) -> HubStat
 _installed = outcomes.installed
 
 
+# Relays, resuming, one slot.
+
+
+def _prefix_of_any_version(self: Holding, index: int, version: Version) -> frozenset[str]:
+    return self._prefixes.get(index, (None, frozenset[str]()))[1]
+
+
+def _sums_at_once(self: SlotReading, deadline: float) -> Any:
+    yield from ()
+
+
+def _no_gate(self: SlotReading, position: int, deadline: float) -> Any:
+    yield from ()
+
+
+def _refilled_under_readers(self: Holding, index: int, version: Version, edges: Any, have: Any) -> Any:
+    self.contents.pop(index, None)
+    self.contents[index] = Content(self.slots[index], Progress(version, edges, have))
+    self.changed.fire()
+    yield from ()
+
+
+def _serves_poisoned(self: SubscriberRank, state: ReceiverState) -> None:
+    self.state = state
+    for index, memory in enumerate(self.holding.slots):
+        memory.serving = state.installed if index == state.serving else None
+
+
+def _orphans_stay(state: HubState, entry: Round, to: Any, reason: str, repair: Any) -> HubState:
+    return outcomes._shut(state, entry, to, reason, repair)
+
+
 # The publisher.
+
+
+def _drops_pinned(held: Any, pinned: Any, keep: int, limit_bytes: int | None = None) -> Decision:
+    return decide(held, (), keep, limit_bytes)
 
 
 @contextlib.contextmanager
@@ -177,6 +218,7 @@ MUTANTS: dict[str, Callable[[], Patch]] = {
     "the serving slot is filled": _patch(receiving, "begin", _into_the_serving_slot),
     "a version that isn't prepared is swapped in": _patch(receiving, "swap", _swap_unprepared),
     "a rank does not wait for the others": _patch(EngineRank, "_wait_group", _no_wait),
+    "an older version is accepted": _older_is_accepted,
     "the lineage is ignored": _patch(machine, "accepts", _number_alone),
     "committed before every rank is prepared": _patch(Round, "all_at_least", _prepared_by_some),
     "committed when one rank installed it": _patch(outcomes, "installed", _install_of_anyone),
@@ -187,5 +229,10 @@ MUTANTS: dict[str, Callable[[], Patch]] = {
     "leases never run out": _patch(machine, "_expire", _leases_forever),
     "the newest version may go back": _patch(machine, "_announce", _newest_may_go_back),
     "one rank publishes for all": _first_rank_publishes,
+    "words of another version are a resumed prefix": _patch(Holding, "prefix", _prefix_of_any_version),
+    "a relay sends what has not arrived": _patch(SlotReading, "wait", _no_gate),
+    "a relay's slot is filled under its readers": _patch(Holding, "begin", _refilled_under_readers),
+    "a poisoned engine serves": _patch(SubscriberRank, "_set", _serves_poisoned),
+    "a pinned version is dropped": _patch(trainer, "decide", _drops_pinned),
     "export buffers are used again while they are read": _buffers_used_while_read,
 }
