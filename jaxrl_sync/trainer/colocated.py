@@ -37,6 +37,7 @@ from jaxrl_sync.inference.inprocess import InProcess, Installed
 from jaxrl_sync.inference.openai_api import openai_model
 from jaxrl_sync.inference.plan import StepPlan
 from jaxrl_sync.inference.process import engine_convert
+from jaxrl_sync.inference.request import PauseMode
 from jaxrl_sync.inference.runner import Runner, target_tree
 from jaxrl_sync.inference.server import EngineServer, ServerConfig
 from jaxrl_sync.inference.world import meet
@@ -106,7 +107,8 @@ class Lead:
     def __init__(self, place: Place, world: World, hub_url: str, tls: ServerTls | None) -> None:
         context = place.context
         config, token = context.config, auth.load_token(context.token_file)
-        self._place, self._mode = place, config.sync.pause_mode
+        self._place = place
+        self._mode: PauseMode = config.sync.pause_mode
         self._stack = contextlib.ExitStack()
         self._arrivals = Arrivals()
         self._slept_at: float | None = None

@@ -14,7 +14,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 _HOST = ("pinned_host", "unpinned_host")
 
 
-def host_kind(device: jax.Device) -> str:
+def host_kind(device: Any) -> str:
     """The kind of host memory that ``device`` can copy from fastest."""
     kinds = {memory.kind for memory in device.addressable_memories()}
     return next(kind for kind in _HOST if kind in kinds)
@@ -41,7 +41,7 @@ class Offloaded:
         return jax.block_until_ready(tree)
 
 
-def _a_device(x: jax.Array) -> jax.Device:
+def _a_device(x: jax.Array) -> Any:
     return next(iter(x.sharding.addressable_devices))
 
 
