@@ -86,6 +86,7 @@ class TrainerWorld:
         self.period_s = settings.period_s
         self.lineage = ""
         self.target = 1 << 30
+        self.stepped = Signal()
         self.ranks = [TrainerRank(self, world, network, hub, r) for r in range(size)]
 
     @property
@@ -170,12 +171,13 @@ class TrainerRank(Server):
         while True:
             step_s = 0.7 + 0.6 * draw.random()
             began = self.world.now
-            while self.rank == 0 and self.world.now < began + self.trainer.period_s * step_s:
-                yield 0.25
+            while self.rank == 0 and (left := began + self.trainer.period_s * step_s - self.world.now) > 0:
+                yield min(left, 1.0)
             while any(r.published < self.published for r in self.trainer.ranks) or (
                 self.rank and leader.published == self.published
             ):
-                yield 0.05 * (0.5 + draw.random())  # the ranks of one world step together
+                yield self.trainer.stepped, 1.0  # the ranks of one world step together
+                yield 0.05 * draw.random()
             if self.published < self.trainer.target:
                 yield from self.publish(Version(self.trainer.lineage, self.published + 1))
             else:
@@ -203,6 +205,7 @@ class TrainerRank(Server):
         self.history = [*self.history, version][-HISTORY:]
         self.tickets[version] = {key: RankOutcome() for key, _ in self.links.values()}
         self.published = version.number
+        self.trainer.stepped.fire()
         self.note("publishes %s", version)
         self._announcing.append(version)
         self._to_announce.fire()
