@@ -77,7 +77,7 @@ class _HostLeaf:
 
     shape: tuple[int, ...]
     sharding: Any
-    shards: tuple[tuple[jax.Device, np.ndarray[Any, Any]], ...]
+    shards: tuple[tuple[Any, np.ndarray[Any, Any]], ...]
 
     @classmethod
     def of(cls, array: jax.Array) -> _HostLeaf:

@@ -11,9 +11,10 @@ import pytest
 
 from jaxrl_sync.sharding import Layout
 from jaxrl_sync.sharding.manifest import Manifest
+from jaxrl_sync.transfer.errors import MismatchError
 from jaxrl_sync.transfer.hub import machine, preflight
 from jaxrl_sync.transfer.hub.state import HubState, MemberKey
-from jaxrl_sync.transfer.pairing import MismatchError, compare_layouts
+from jaxrl_sync.transfer.pairing import compare_layouts
 from tests.transfer.models import CONFIG, Rig, engine_target, trainer_params, until
 
 PUB = {"model": "policy", "source": "s", "source_digest": "S"}
