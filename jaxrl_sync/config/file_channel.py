@@ -8,13 +8,22 @@ from typing import TYPE_CHECKING
 from jaxrl_sync.config.sections import RunConfig
 
 if TYPE_CHECKING:
-    from jaxrl_sync.transfer.files.config import FileSource, FileWriterConfig
+    from jaxrl_sync.transfer.files.config import FileSource, FileWriterConfig, Trust
 
 
 def channel_path(config: RunConfig, run_dir: Path) -> Path | None:
     """Where the channel is; None where the run has none."""
     path = config.sync.file.path
     return None if path is None else run_dir / path
+
+
+def to_trust(config: RunConfig) -> Trust:
+    """Whose files are read, and who may read ours."""
+    from jaxrl_sync.transfer.files.config import Trust
+
+    table = config.sync.file
+    modes = {"owner": 0o600, "group": 0o640, "all": 0o644}
+    return Trust(frozenset(table.owners), table.check_owner, modes[table.readable])
 
 
 def to_file_writer(config: RunConfig) -> FileWriterConfig:
@@ -30,6 +39,7 @@ def to_file_writer(config: RunConfig) -> FileWriterConfig:
         threads=sync.threads,
         fsync=sync.file.fsync,
         timeout_s=sync.timeout_s,
+        trust=to_trust(config),
     )
 
 
@@ -52,5 +62,6 @@ def to_file_source(config: RunConfig, run_dir: Path, rank: int) -> FileSource | 
         threads=sync.threads,
         poll_s=0.05,
         timeout_s=sync.timeout_s,
+        trust=to_trust(config),
     )
     return FileSource(str(path), sync.file.sealed, reader)

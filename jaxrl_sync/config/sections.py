@@ -415,6 +415,12 @@ class FileTable(Section):
     keep: Positive = 4
     """Newest versions that stay, beside pinned ones and those that somebody reads."""
     fsync: bool = True
+    readable: Literal["owner", "group", "all"] = "owner"
+    """Who may read new files beside their owner, who alone may write them."""
+    owners: Annotated[tuple[NonNegative, ...], Field(strict=False)] = ()
+    """User ids whose files are read, beside one's own and root's."""
+    check_owner: bool = True
+    """False for mounts that tell no owners; then it should be sealed."""
 
 
 class SyncSection(Section):

@@ -178,7 +178,7 @@ class WriterLock:
         """ChannelBusy where another process (or another writer of this one) holds it."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            self._fd = os.open(names.LOCK, flags, root.trust.file_mode, dir_fd=root.fd)
+            self._fd = os.open(names.LOCK, flags, 0o600, dir_fd=root.fd)
         except OSError as error:
             raise ChannelError(f"{root.where}/{names.LOCK} can't be opened: {error.strerror}") from error
         try:

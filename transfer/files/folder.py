@@ -81,17 +81,26 @@ class Folder:
     def root(cls, path: str | Path, trust: Trust, create: bool = False) -> Folder:
         """The channel's folder itself; parents of it may be links, it may not. ChannelError."""
         where = os.fspath(path)
-        if create:
+        made = create and not os.path.lexists(where)
+        if made:
             os.makedirs(where, mode=_folder_mode(trust), exist_ok=True)
-        return cls(_open_folder(where, None, where), where, trust)
+        found = cls(_open_folder(where, None, where), where, trust)
+        if made and trust.file_mode != 0o600:
+            os.fchmod(found.fd, _folder_mode(trust))
+        return found
 
     def child(self, name: str, create: bool = False) -> Folder:
         """A folder in this one. UnsafePath, NoVersion where there is none."""
         where = f"{self.where}/{names.check(name)}"
+        made = False
         if create:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, _folder_mode(self.trust), dir_fd=self.fd)
-        return Folder(_open_folder(name, self.fd, where), where, self.trust)
+                made = True
+        found = Folder(_open_folder(name, self.fd, where), where, self.trust)
+        if made and self.trust.file_mode != 0o600:
+            os.fchmod(found.fd, _folder_mode(self.trust))
+        return found
 
     def _check(self, info: os.stat_result, where: str, kind: Any) -> None:
         if not kind(info.st_mode):
@@ -155,9 +164,12 @@ class Folder:
     def _create(self, name: str) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            return os.open(names.check(name), flags, self.trust.file_mode, dir_fd=self.fd)
+            fd = os.open(names.check(name), flags, self.trust.file_mode, dir_fd=self.fd)
         except FileExistsError as error:
             raise ChannelError(f"{self.where}/{name} is there already, it is never written again") from error
+        if self.trust.file_mode != 0o600:
+            os.fchmod(fd, self.trust.file_mode)  # whatever the umask is
+        return fd
 
     def commit(self, name: str, data: bytes, sync: bool = True) -> None:
         """A new file that appears whole, in one step. ChannelError if there is one of that name already."""
