@@ -45,6 +45,7 @@ def run(options: dict[str, Any]) -> None:
             timeout_s=options["timeout_s"],
             ttl_s=options["ttl_s"],
             host=options["host"],
+            chunk_bytes=64 << 10,  # a small model in parts that relays can hand on
             **options["subscriber"],
         )
         return Subscriber(options["hub"], target, convert, token_file=options["token"], config=config)
