@@ -80,10 +80,34 @@ def test_versions_that_overwrite_the_serving_one_are_whole_or_refused(
             publisher.publish(params_of(2), Version("a", 2))
             with pytest.raises(SwapTimeoutError):
                 updater.swap(Version("a", 2), 1.0).result(20)
-        assert engine.state == "poisoned" and engine.version == Version("a", 1)
+        assert engine.stats().state == "poisoned" and engine.version == Version("a", 1)
         with pytest.raises(PoisonedError, match="written over the serving one"):
             engine.submit(ask("refused", PROMPT))
         assert updater.swap(Version("a", 2), 30.0).result(40)["number"] == 2
-        assert engine.state == "ready"
+        assert engine.stats().state == "ready"
         check(engine, 2)
         updater.close()
+
+
+def test_an_engine_goes_back_to_the_version_before(hub: tuple[str, Path]) -> None:
+    (url, token), mesh = hub, tp_mesh()
+    convert, target = engine_convert(TINY, SMALL, 1, "float32"), target_tree(TINY, SMALL, mesh, jnp.float32)
+    with (
+        Publisher(url, params_of(0), token_file=token) as publisher,
+        Subscriber(url, target, convert, token_file=token, config=SubscriberConfig()) as subscriber,
+        Engine(SMALL, TINY, mesh, dtype=np.dtype("float32"), warm_up=True) as engine,
+        EngineThread(engine, lambda *_, **__: None),
+    ):
+        for number in range(2):
+            publisher.publish(params_of(number), Version("a", number))
+            update = subscriber.poll(30)
+            assert update is not None
+            update.prepare()
+            engine.request_swap(update.version, update.swap).result(60)
+            check(engine, number)
+        engine.request_swap(Version("a", 0), subscriber.rollback).result(30)
+        assert engine.version == subscriber.installed == Version("a", 0)
+        sample = engine.submit(ask("again", PROMPT, max_tokens=8)).result(30).samples[0]
+        assert set(sample.versions) == {0}
+        expected = reference_logprobs(0, PROMPT, sample.tokens)
+        np.testing.assert_allclose(sample.logprobs, expected, atol=2e-5)

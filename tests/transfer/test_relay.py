@@ -162,7 +162,7 @@ def test_what_changed_is_handed_on_as_what_changed(rig: Rig, transport: str) -> 
         reports[engine.config.engine, number] = update.prepare(), update.swap()
 
     def followed(version: Version) -> bool:
-        chains = [c for e in engines for c in e._relay.chains._chains.values()]
+        chains = [c for e in engines if e._relay for c in e._relay.chains._chains.values()]
         return all(c.head == version for c in chains)
 
     for number in range(4):

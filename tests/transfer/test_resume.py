@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ LAYERS = 24
 
 def fleet(made: Cast, transport: str, fanout: str = "chain") -> tuple[Peer, Peer, Peer]:
     """A trainer and two engines that relay; both have version 0."""
-    common = {"transport": transport, "layers": LAYERS, "timeout_s": 20.0}
+    common: dict[str, Any] = {"transport": transport, "layers": LAYERS, "timeout_s": 20.0}
     trainer = made.trainer("a", config={**CHUNKS, "fanout": fanout, "keep_versions": 2}, **common)
     engines = [made.engine(name, config={**CHUNKS, "relay": True}, **common) for name in ("a", "b")]
     for peer in (trainer, *engines):
