@@ -96,10 +96,11 @@ class Holding:
 
     def begin(
         self, index: int, version: Version, edges: Sequence[Iterable[str]], have: frozenset[str]
-    ) -> None:
+    ) -> frozenset[str]:
         """The slot is going to be filled: nobody new reads what it held, and who does is waited for.
 
-        After ``config.drain_s`` it gets new memory instead. ResourceError when there is none.
+        After ``config.drain_s`` it gets new memory instead, as does one that found none the last time.
+        Returns what of ``have`` is there still. ResourceError when there is no memory.
         """
         self._prefixes.pop(index, None)
         with self._changed:
@@ -112,12 +113,14 @@ class Holding:
             logger.warning(
                 "%d readers of %s stay: its slot gets new memory", old.readers, old.progress.version
             )
-            self.replace(index, have)
+        if not drained or self.slots[index].closed:
+            have = have if self.replace(index, have) else frozenset()
             self._prefixes.pop(index, None)
         progress = Progress(version, edges, have)
         with self._changed:
             self._contents[index] = _Content(self.slots[index], progress, time.monotonic())
             self._changed.notify_all()
+        return have
 
     def progress(self, index: int) -> Progress:
         """Of the version that the slot is being filled with."""
@@ -135,14 +138,12 @@ class Holding:
     def give_up(self, index: int, version: Version, keep: bool) -> bool:
         """The round of the slot failed; with ``keep`` the tensors that are complete are remembered.
 
-        Readers are told, unless it was verified. Returns whether something is kept.
+        Readers are told, unless it was verified; the next round in this slot waits until they have left it.
+        Returns whether something is kept.
         """
         with self._changed:
             content = self._contents.get(index)
-            began = content is not None and content.progress.version == version
-            if content is not None and began and not content.progress.verified:
-                del self._contents[index]
-        if content is not None and began:
+        if content is not None and content.progress.version == version:
             content.progress.end(False)
             complete = content.progress.complete
             if keep and complete:
@@ -157,7 +158,9 @@ class Holding:
         """
         old, fresh = self.slots[index], None
         keep = have if have is not None else self._prefixes.get(index, (None, frozenset[str]()))[1]
-        if keep:
+        with self._changed:
+            self._contents.pop(index, None)  # who reads it keeps the old memory
+        if keep and not old.closed:
             fresh = self._copied(old, keep)
         kept = fresh is not None
         if not kept:
@@ -197,7 +200,8 @@ class Holding:
                         content.readers += 1
                         return _SlotReading(self, content)
                 if not self._changed.wait(max(0.0, limit - time.monotonic())) and time.monotonic() >= limit:
-                    held = ", ".join(str(c.progress.version) for c in self._contents.values())
+                    contents = [c.progress for c in self._contents.values()]
+                    held = ", ".join(str(p.version) for p in contents if not p.failed)
                     return f"version {version} isn't here, but {held or 'none'}"
 
     def _left(self, content: _Content) -> None:
@@ -208,7 +212,8 @@ class Holding:
     def since(self, version: Version) -> float:
         """Seconds since ``version`` began to arrive; 0 where it isn't here."""
         with self._changed:
-            found = [c.since for c in self._contents.values() if c.progress.version == version]
+            contents = [c for c in self._contents.values() if not c.progress.failed]
+            found = [c.since for c in contents if c.progress.version == version]
         return time.monotonic() - found[0] if found else 0.0
 
     def drain(self, timeout_s: float) -> bool:

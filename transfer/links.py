@@ -154,9 +154,12 @@ class Links:
             for shadow in list(way.shadows.values()) if way is not mine else []:
                 shadow.holds(slot.generation, version)
 
-    def cut_unconfirmed(self) -> bool:
-        """Close every link whose sender may still write a slot of ours; whether there was one."""
-        suspects = [link for link in list(self._links.values()) if link.unconfirmed]
+    def cut_unconfirmed(self, reading: Sequence[Inbound]) -> bool:
+        """Close every link whose sender may still write a slot of ours; whether there was one.
+
+        ``reading``: the links of the round. A publisher that came back has taken their place meanwhile.
+        """
+        suspects = [link for link in {*list(self._links.values()), *reading} if link.unconfirmed]
         for link in suspects:
             link.cut()
         return bool(suspects)
@@ -289,7 +292,8 @@ class Links:
                 self._come_by(theirs)
         for relay in relays:
             self._link(offer.role, relay)
-        self._forget_relays(offer)
+        if offer.role != PUBLISHER:
+            self._forget_relays(offer)
 
     def _forget_relays(self, offer: Offer) -> None:
         """Close the links to relays that weren't read from for longest, and their ways."""

@@ -67,6 +67,7 @@ class Slot:
         self.layout = target.slot
         self.memory = memory
         self.constants_of = ""
+        self.closed = False
         self.views: Views = Pinned(target.slot.views(memory.data))
         self._target = target
         arrays = _put(target, self.views, may_alias=True)
@@ -101,6 +102,7 @@ class Slot:
 
     def close(self) -> None:
         """Drop the arrays and the memory; who still holds the tree keeps its mapping alive."""
+        self.closed = True
         self._tree = None
         self.views = Pinned({})
         gc.collect(0)  # jax gives up what its dropped arrays aliased when the collector runs, not before

@@ -78,6 +78,7 @@ class Subscriber:
         self._stats = SubscriberStats()
         self._report: Prepared | None = None
         self._reading: list[Inbound] = []
+        self._renewed = False
         self._retry_at = 0.0
         self._failures = 0
         self._closed = threading.Event()
@@ -185,13 +186,13 @@ class Subscriber:
         """
         self._check_open()
         with self._changed:
-            state = receiving.adopt(self._state, version)
+            receiving.adopt(self._state, version)  # refused before anything is written
         slot = self._slots[0]
         slot.copy_in(tree)
         self._holding.adopt(0, version)
         self._links.holds(None, slot, version)
-        with self._changed:
-            self._state = state
+        with self._changed:  # an offer may have come meanwhile
+            self._state = receiving.adopt(self._state, version)
         self._lease.update()
         return slot.tree()
 
@@ -258,10 +259,7 @@ class Subscriber:
             self._state = receiving.see(self._state, offer)
             self._changed.notify_all()
         if offer is not None and self.config.size == 1 and offer.version == self._state.told:
-            self._watching.report(lambda: self._tell(offer, "installed"))  # the hub had forgotten it
-
-    def _tell(self, offer: Offer, to: str, report: dict[str, Any] | None = None) -> None:
-        self._advance(offer, to, report=report)
+            self._watching.report(lambda: self._advance(offer, "installed"))  # the hub had forgotten it
 
     def _advance(
         self,
@@ -286,7 +284,6 @@ class Subscriber:
         deadline = start + limit_s
         self._check_open()
         self._make_room()
-        self._reading = []
         while True:
             try:
                 offer, relays = self._begin_round(offer, limit_s, deadline)
@@ -366,6 +363,7 @@ class Subscriber:
 
     def _fill(self, offer: Offer, relays: list[Member], index: int | None, deadline: float) -> Prepared:
         """Take every edge into slot ``index`` and check it; ``prepare_s`` is left for the caller."""
+        self._reading, self._renewed = [], False
         if index is None:
             return Prepared(offer.version, 0, 0.0, 0.0, 0.0, "none")
         have = self._holding.prefix(index, offer.version)
@@ -375,7 +373,13 @@ class Subscriber:
             link.touched = False
         if not all(link.resumes for link in links):
             have = frozenset()
-        self._holding.begin(index, offer.version, self._links.edges_of(offer), have)
+        old = self._slots[index]
+        try:
+            have = self._holding.begin(index, offer.version, self._links.edges_of(offer), have)
+        except ResourceError as full:
+            raise TransferError(f"no slot to prepare in: {full}") from full
+        finally:
+            self._renewed = old.closed  # what it held is gone
         start, slot = time.monotonic(), self._slots[index]
         self._links.write_constants(offer, slot)
         self._links.forget_slots({s.generation for s in self._slots})
@@ -427,8 +431,8 @@ class Subscriber:
 
     def _give_up(self, offer: Offer, error: BaseException) -> None:
         """End the round on our side. A sender that didn't confirm is cut off, its slot gets new memory."""
-        touched = any(link.touched for link in self._reading)
-        unconfirmed = self._links.cut_unconfirmed()
+        touched = self._renewed or any(link.touched for link in self._reading)
+        unconfirmed = self._links.cut_unconfirmed(self._reading)
         with self._changed:
             filling = self._state.filling
         kept = False
@@ -487,7 +491,7 @@ class Subscriber:
             link.tell(message, SWAP_TELL_S)
         edges = list(report.edges) if report is not None else []
         told = {"edges": edges, "seconds": {"swap": seconds["swap"]}}
-        self._watching.report(lambda: self._tell(offer, "installed", told))
+        self._watching.report(lambda: self._advance(offer, "installed", report=told))
         if self._relay is not None:
             self._watching.report(functools.partial(self._relay.follow, offer.version))
         return tree

@@ -33,7 +33,7 @@ class Watching:
         self._on_offer = on_offer
         self._on_change = on_change
         self._closed = threading.Event()
-        self._reports: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._watch, name="subscriber-watch", daemon=True),
             threading.Thread(target=self._report, name="subscriber-report", daemon=True),
@@ -44,8 +44,8 @@ class Watching:
         for thread in self._threads:
             thread.start()
 
-    def report(self, call: Callable[[], None]) -> None:
-        """Have ``call`` made in the background, in order; what it raises of the hub is logged."""
+    def report(self, call: Callable[[], object]) -> None:
+        """Have ``call`` made in the background, in order; what it raises is logged."""
         self._reports.put(call)
 
     def _watch(self) -> None:
@@ -81,6 +81,8 @@ class Watching:
             except TransferError as error:
                 if not self._closed.is_set():
                     logger.warning("reporting to the hub: %s", error)
+            except Exception:  # the reports after this one must be made all the same
+                logger.exception("a report failed")
 
     def stop(self) -> None:
         """Tell the threads to end; `join` waits for them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import socket
 import threading
@@ -294,8 +295,9 @@ def test_a_slot_that_finds_no_room_again_is_named_and_comes_back(
     assert len(segments(token_file)) == 2
 
 
+@pytest.mark.parametrize("came_back", [False, True])
 def test_a_link_that_is_replaced_before_it_is_cut_still_costs_the_slot_its_memory(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, came_back: bool
 ) -> None:
     from jaxrl_sync.transfer.transports.shm import ShmSender
 
@@ -313,11 +315,14 @@ def test_a_link_that_is_replaced_before_it_is_cut_still_costs_the_slot_its_memor
     real_cut = links.cut_unconfirmed
     (link,) = links.all
 
-    def cut() -> bool:
-        """The watching thread's turn comes just before: a word of the late sender lies in the socket."""
+    def cut(reading: Any) -> bool:
+        """The watching thread's turn comes just before: a word of the late sender lies in the socket, or
+        the hub lists the publisher's next process while the old one still writes."""
         monkeypatch.setattr(link._connection, "wait_readable", lambda timeout_s: True)
-        links.update(links.publishers)
-        return real_cut()
+        again = "another" if came_back else links.publishers[0].incarnation
+        links.update([dataclasses.replace(p, incarnation=again) for p in links.publishers])
+        assert came_back == (link not in links._links.values())
+        return real_cut(reading)
 
     monkeypatch.setattr(links, "cut_unconfirmed", cut)
     monkeypatch.setattr(ShmSender, "send", stuck)

@@ -185,3 +185,42 @@ def test_a_slot_that_is_read_is_not_filled(rig: Rig, monkeypatch: pytest.MonkeyP
     assert (
         refused == "version a:0 isn't here, but a:2, a:3" or refused == "version a:0 isn't here, but a:3, a:2"
     )
+
+
+def test_there_is_no_way_back_to_a_slot_that_got_new_memory(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = trainer_params()
+    publisher = rig.publisher(params, "tcp")
+    subscriber = rig.subscriber(transport="tcp", relay=True, drain_s=0.05)
+    for number in range(2):
+        publisher.publish(params, Version("a", number))
+        take(subscriber)
+    reading = subscriber._holding.read(Version("a", 0), time.monotonic() + 5)
+    assert not isinstance(reading, str)
+    monkeypatch.setattr(publisher, "read", lambda *_: "not now")
+    publisher.publish(params, Version("a", 2))
+    update = subscriber.poll(10)
+    assert update is not None
+    with pytest.raises(TransferError, match="not now"):
+        update.prepare(timeout_s=0.5)  # nothing was written, but the reader kept the memory of a:0
+    with pytest.raises(TransferError, match="its slot was reused"):
+        subscriber.rollback()
+    reading.close()
+    assert subscriber.installed == Version("a", 1)
+
+
+def test_an_offer_that_comes_while_weights_are_adopted_is_taken(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = trainer_params()
+    publisher, subscriber = rig.publisher(params), rig.subscriber()
+    publisher.publish(params, Version("a", 9))
+    update = subscriber.poll(10)
+    assert update is not None
+    subscriber._see(None)  # as if the watching thread heard of it only later
+    monkeypatch.setattr(subscriber._slots[0], "copy_in", lambda tree: subscriber._see(update._offer))
+    subscriber.adopt({}, Version("a", 3))
+    assert subscriber.installed == Version("a", 3)
+    version, tree = take(subscriber)
+    assert version == Version("a", 9) and same_bits(tree, convert(params))
