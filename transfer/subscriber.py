@@ -354,11 +354,11 @@ class Subscriber:
             while True:
                 found = receiving.wanted(self._state)
                 fresh = found is not None and found.round != offer.round and found.version != useless
-                if found is not None and fresh and self._links.can_take(found):
-                    return found
                 left = deadline - time.monotonic()
                 if left <= 0 or self._closed.is_set():
-                    raise cause
+                    raise cause  # an offer that is there now comes too late for this call
+                if found is not None and fresh and self._links.can_take(found):
+                    return found
                 self._changed.wait(min(left, 1.0))
 
     def _fill(self, offer: Offer, relays: list[Member], index: int | None, deadline: float) -> Prepared:
