@@ -235,8 +235,8 @@ class Publisher:
 
     def _announce_all(self) -> None:
         while (ticket := self._announcing.get()) is not None:
-            looking = self._finder.submit(self._look_up, ticket.version)
             try:
+                looking = self._finder.submit(self._look_up, ticket.version)
                 self._announce(ticket.version, ticket.export_s)
                 ticket.announced()
                 looking.result()
@@ -292,9 +292,13 @@ class Publisher:
                 if rows != known or grace_s:
                     self._pinned({v for row in rows if (v := version_of(row)) is not None})
                     known = rows
+                self._offload()
             except (TransferError, ValueError) as error:
                 if not self.closing and not self._lease.lost.is_set():
                     logger.warning("following pins: %s", error)
+                self._closed.wait(RETRY_S)
+            except Exception:  # no memory for a copy: pins are followed all the same
+                logger.exception("pinned versions can't be copied")
                 self._closed.wait(RETRY_S)
 
     @property
@@ -303,14 +307,17 @@ class Publisher:
         return max(0.0, self._rejoined_at + PIN_GRACE_TTLS * self.config.ttl_s - time.monotonic())
 
     def _pinned(self, versions: set[Version]) -> None:
-        """Other versions are pinned now: keep those, copied; what nobody needs any more goes."""
+        """Other versions are pinned now: keep those; what nobody needs any more goes."""
         before = self._retained.pinned
         pinned = frozenset(versions | before if self._grace_s else versions)
         if pinned == before:
             return
         self._give_spare(self._retained.pin(pinned))
         self._tell("/v1/event/hold", {})
-        if pinned - before:
+
+    def _offload(self) -> None:
+        """Copy pinned versions as far as there is room: a pin that ended may have made some."""
+        if self._retained.uncopied:
             self._give_spare(self._retained.copy_pinned())
             self._tell("/v1/event/hold", {})
 
@@ -431,6 +438,7 @@ class Publisher:
         self._hub.close()
         for thread in self._threads:
             thread.join(5.0)
+        self._finder.shutdown(wait=False, cancel_futures=True)
         self._retained.close()
         self._take_spare()
 

@@ -98,14 +98,21 @@ class Retained:
         self._changed.notify_all()
         return spare
 
+    @property
+    def uncopied(self) -> bool:
+        """Whether a pinned version has no copy in host memory, and there is room for one."""
+        with self._changed:
+            return bool(self._decide().copy)
+
     def copy_pinned(self) -> Spare:
         """Copy pinned versions to host memory, as far as they fit. Blocks while it copies."""
         while True:
             with self._changed:
                 wanted = self._decide().copy
                 held = next((h for h in self._held if h.version in wanted), None)
-            if held is None or not held.copy():
+            if held is None:
                 break
+            held.copy()  # nothing where it has just gone
         with self._changed:
             return self._tidy()
 

@@ -70,6 +70,7 @@ ADVANCE = ME | {"round": "r", "to": "begun"}
         ("heartbeat", ME | {"rank": "0"}, "a member is role, name and rank"),
         ("heartbeat", ME | {"name": "a\nb"}, "must be printable"),
         ("register", ME | {"size": 0}, "0 <= rank < size"),
+        ("register", ME | {"info": {"model": ["m"]}}, "'model' is list, expected text"),
         ("register", ME | {"info": {"x": "y" * (65 << 10)}}, "bytes of JSON"),
         ("announce", ME | {"model": "m"}, "names no version"),
         ("announce", ANNOUNCE | {"model": "a\nb"}, "printable name"),

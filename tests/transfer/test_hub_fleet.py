@@ -375,3 +375,35 @@ def test_the_directory_shows_every_state_of_a_replica() -> None:
     assert found["x", "replicating"]["prefix"] == {"0": [3, 16]}
     assert found["x", "replicating"]["source"] == {"role": "publisher", "name": "trainer"}
     assert found["trainer", "published"]["readers"] == ["x"]
+
+
+def test_a_rank_that_begins_as_the_lease_of_another_runs_out_is_told_that_the_round_is_over() -> None:
+    hub = Hub()
+    hub.publish(A1)
+    hub.engine("pair", ranks=2)
+    told = {**MODEL, "relay": True}
+    hub.do(machine.Register(MemberKey("subscriber", "pair", 0), 2, "i", told, ttl_s=5.0))
+    offer = hub.offer("pair", 1)
+    assert offer is not None
+    hub.now = 5.0
+    begun = machine.Advance(MemberKey("subscriber", "pair", 1), "i", offer["round"], "begun")
+    assert hub.refused(begun) == "round_over"
+
+
+def test_engines_that_never_come_back_leave_nothing_behind() -> None:
+    hub = Hub()
+    hub.publish(A1)
+    for number in range(3 * machine.KEPT_DEAD):
+        name = f"spot-{number}"
+        hub.engine(name, relay=False)
+        hub.take(name)
+        key = MemberKey("subscriber", name, 0)
+        if number % 2:
+            hub.gone("subscriber", name)
+        else:
+            hub.do(machine.Register(key, 1, "i", MODEL, ttl_s=1.0, installed=A1))
+            hub.now += 1.0
+            hub.do(machine.Tick())
+    state = hub.state
+    assert len(state.dead) == machine.KEPT_DEAD and len(state.installed_in) == machine.KEPT_DEAD
+    assert not state.installed and not state.rounds

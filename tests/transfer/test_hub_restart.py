@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxrl_sync.transfer import Version
+from jaxrl_sync.transfer import HubClient, Version
 from tests.transfer.models import (
     Rig,
     ServerThread,
@@ -98,3 +99,14 @@ def test_a_restart_in_the_middle_of_a_round_costs_at_most_that_round(lives: Live
         publisher.publish(tree, Version("a", 2))
         version, mine = take(subscriber)
         assert version == Version("a", 2) and same_bits(mine, convert(tree))
+
+
+def test_what_a_restarted_hub_must_know_is_said_again_whichever_call_finds_it(
+    lives: Lives, token_file: Path
+) -> None:
+    said = threading.Event()
+    with HubClient(lives.server.url, token_file) as client:
+        lease = client.register("subscriber", "e", info={"model": "policy"}, ttl_s=600, on_rejoin=said.set)
+        lives.restart()
+        lease.update(want=None)  # registers again: no later heartbeat will find that the hub forgot us
+        assert said.wait(10)

@@ -246,3 +246,19 @@ def test_a_kind_of_export_that_nobody_uses_is_forgotten(
     tree = publish(publisher, 4)
     version, mine = take(rig.subscriber("y"))
     assert version == Version("a", 4) and same_bits(mine, convert(tree))
+
+
+def test_a_pin_that_ends_makes_room_for_the_copy_of_another(rig: Rig, params: Any) -> None:
+    size = sum(x.nbytes for x in jax.tree.leaves(params))
+    publisher = rig.publisher(params, keep_versions=1, offload_limit_bytes=size * 3 // 2, timeout_s=10.0)
+    client = rig.hub_client()
+    publish(publisher, 0)
+    until(lambda: newest(client) == V[0])
+    client.pin(V[0], "first")
+    publish(publisher, 1)
+    until(lambda: newest(client) == V[1])
+    client.pin(V[1], "second")
+    client.unpin(V[0], "first")
+    publish(publisher, 2)  # RetentionFull where nobody copies the second
+    until(lambda: newest(client) == V[2])
+    assert size <= publisher.stats()["copied_bytes"] < 2 * size

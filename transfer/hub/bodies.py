@@ -90,6 +90,8 @@ def _register(key: MemberKey, incarnation: str, body: dict[str, Any], ttl_s: flo
         raise BadRequest(f"info is {type(info).__name__}, expected an object")
     if (told := len(json.dumps(info))) > MAX_INFO_BYTES:
         raise BadRequest(f"info is {told} bytes of JSON, expected at most {MAX_INFO_BYTES}")
+    if "model" in info:
+        model_name(info)
     size = int(number(body, "size", 1))
     if not 0 <= key.rank < size <= MAX_WORLD:
         raise BadRequest(f"rank {key.rank} of {size}, expected 0 <= rank < size <= {MAX_WORLD}")

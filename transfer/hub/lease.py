@@ -99,8 +99,6 @@ class Lease:
             self._rejoin()
         else:
             self._register(max(0.0, deadline - time.monotonic()))
-            self._untold.set()
-            self.wake()
         return self.client.call(path, message, timeout_s, self._closed, max(0.0, deadline - time.monotonic()))
 
     def _register(self, within_s: float = math.inf) -> None:
@@ -110,7 +108,14 @@ class Lease:
             body["sequence"] = self._sequence
             if self._installed is not None:
                 body["installed"] = version_json(self._installed())
-        self._epoch = self.client.call("/v1/event/register", body, within_s=within_s)["epoch"]
+        self._heard(self.client.call("/v1/event/register", body, within_s=within_s))
+
+    def _heard(self, answer: dict[str, Any]) -> None:
+        """A hub that restarted, or had forgotten us, must be told again, whichever call shows it."""
+        if self._epoch and (answer.get("joined") or answer["epoch"] != self._epoch):
+            self._untold.set()
+            self.wake()
+        self._epoch = answer["epoch"]
 
     def _rejoin(self) -> None:
         self._register()
@@ -140,6 +145,10 @@ class Lease:
                 if not self._closed.is_set():
                     self._lose(str(error))
                 return
+            except Exception as error:  # of `on_rejoin`: without this thread the lease would end in silence
+                logger.exception("the lease of %s can't be kept", self.key)
+                self._lose(f"{type(error).__name__}: {error}")
+                return
 
     def _beat(self) -> None:
         try:
@@ -149,7 +158,7 @@ class Lease:
                 raise
             self._rejoin()
             return
-        self._epoch = answer["epoch"]
+        self._heard(answer)
 
     def _lose(self, reason: str) -> None:
         self.reason = f"lease of {self.key} lost: {reason}"

@@ -85,6 +85,9 @@ _ORDER: tuple[RankState, ...] = ("offered", "begun", "prepared", "installed")
 def step(state: HubState, event: Event, now: float) -> tuple[HubState, Done | Refused]:
     """Apply one event. The state returned is settled; a refused event changes nothing but the settling."""
     state, gone = _expire(state, now)
+    if gone:  # no event meets a round whose members have just left the directory
+        state, ended = _end_broken(state, now)
+        gone += ended
     state, outcome = _apply(state, event, now)
     if isinstance(event, Heartbeat) and not gone:
         return state, outcome  # by far the most frequent one; deadlines are left to the next tick
@@ -99,9 +102,8 @@ def _expire(state: HubState, now: float) -> tuple[HubState, tuple[str, ...]]:
     if not gone:
         return state, ()
     dead = {**state.dead, **{m.key: m.incarnation for m in gone}}
-    for old in list(dead)[:-KEPT_DEAD]:
-        del dead[old]
-    state = dataclasses.replace(_without(state, [m.key for m in gone]), dead=dead)
+    state = _forgotten(_without(state, [m.key for m in gone]), list(dead)[:-KEPT_DEAD])
+    state = dataclasses.replace(state, dead=dict(list(dead.items())[-KEPT_DEAD:]))
     return state, tuple(f"{m.key} is gone: its lease ran out" for m in gone)
 
 
@@ -113,6 +115,13 @@ def _without(state: HubState, keys: list[MemberKey]) -> HubState:
         holdings={k: h for k, h in state.holdings.items() if k not in keys},
         installed={k: v for k, v in state.installed.items() if k not in keys},
     )
+
+
+def _forgotten(state: HubState, keys: list[MemberKey]) -> HubState:
+    """The state without what guards against late words of some processes: none can come any more."""
+    counted = {k: n for k, n in state.installed_in.items() if k not in keys}
+    told = {k: n for k, n in state.told.items() if k not in keys}
+    return dataclasses.replace(state, installed_in=counted, told=told)
 
 
 def _apply(state: HubState, event: Event, now: float) -> tuple[HubState, Done | Refused]:
@@ -134,7 +143,7 @@ def _apply(state: HubState, event: Event, now: float) -> tuple[HubState, Done | 
             fresh = dataclasses.replace(member, expires=now + member.ttl_s)
             return dataclasses.replace(state, members={**state.members, event.key: fresh}), Done()
         case Leave():
-            return _without(state, [event.key]), Done((f"{event.key} left",))
+            return _forgotten(_without(state, [event.key]), [event.key]), Done((f"{event.key} left",))
         case Announce():
             return _announce(state, event)
         case Hold():
@@ -160,15 +169,13 @@ def _register(state: HubState, event: Register, now: float) -> tuple[HubState, D
         log = (f"{key} joined" + (", replacing another process" if old else ""),)
         state = _without(state, [key])
         if state.dead.get(key) != event.incarnation:  # another process: nothing late of it can come
-            counted = {k: n for k, n in state.installed_in.items() if k != key}
-            told = {k: n for k, n in state.told.items() if k != key}
-            state = dataclasses.replace(state, installed_in=counted, told=told)
+            state = _forgotten(state, [key])
         state = dataclasses.replace(state, dead={k: i for k, i in state.dead.items() if k != key})
     state = dataclasses.replace(state, members={**state.members, key: member})
     if event.installed is not None:
         state = dataclasses.replace(state, installed={**state.installed, key: event.installed})
         state = outcomes.resolve(state, key, event.incarnation, event.installed)
-    return state, Done(log)
+    return state, Done(log, {"joined": not same})
 
 
 # What is published, and who holds it.

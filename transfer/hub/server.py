@@ -103,7 +103,10 @@ class Hub:
         """Let leases and deadlines run out although nobody calls."""
         while True:
             await asyncio.sleep(TICK_S)
-            self.apply(machine.Tick())
+            try:
+                self.apply(machine.Tick())
+            except Exception:  # leases must go on to run out
+                logger.exception("a tick of the hub failed")
 
     def note(self, event: machine.Event, body: dict[str, Any]) -> None:
         """Keep what a rank told beside an event that was taken."""

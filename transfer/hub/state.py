@@ -193,7 +193,7 @@ class HubState:
 def whole(ranks: dict[int, Member]) -> bool:
     """Whether a world has all its processes, and they agree how many that are."""
     size = next(iter(ranks.values())).size
-    return sorted(ranks) == list(range(size)) and all(m.size == size for m in ranks.values())
+    return len(ranks) == size and all(r < size and m.size == size for r, m in ranks.items())
 
 
 def version_json(version: Version | None) -> dict[str, Any] | None:
