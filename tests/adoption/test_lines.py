@@ -24,6 +24,7 @@ def test_at_most_fifteen_lines_a_side(name: str) -> None:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_nothing_outside_the_markers_uses_what_they_define(name: str) -> None:
+    pytest.importorskip("ruff")
     ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821,E9", "-"]
     done = subprocess.run(ruff, input=split(name)[1], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout
