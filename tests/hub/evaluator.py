@@ -33,6 +33,7 @@ class Evaluator(Node):
         self.until = 0.0
         self.pinned: Version | None = None
         self.promised: tuple[Version, int] | None = None
+        trainer.on_drop.append(self.check)
 
     def boot(self) -> None:
         """A new process that wants nothing yet."""
@@ -69,6 +70,9 @@ class Evaluator(Node):
         except TransferError as error:
             self.note("no version to evaluate: %s", error)
         if self.promised is not None:
+            yield self.world.stream(f"{self.name} thinks").choice(
+                (0.0, 4.0)
+            )  # the engine may be past it then
             yield from self._serve(engine, self.promised[0])
             while self.world.now < self.until:
                 yield 0.5
@@ -115,15 +119,20 @@ class Evaluator(Node):
                 return
 
     def _again(self) -> Steps:
+        self.promised = None  # of a hub that forgot it nothing is promised any more
         if self.pinned is not None:
             owner = (self.lease.key, self.lease.incarnation)
             yield from self.client.call(Pin(MODEL, self.pinned, self.name, owner, True))
 
     def check(self) -> None:
-        """The trainer, if it is still the one that promised it, has the version."""
-        if self.promised is None or not self.alive:
+        """The trainer, if it is still the one that promised it, has the version while the hub has the pin."""
+        if self.promised is None or not self.alive or not self.hub.alive:
             return
         version, life = self.promised
+        owner = self.hub.state.pins.get(Tag(MODEL, version), {}).get(self.name)
+        member = self.hub.state.members.get(self.lease.key)
+        if owner is None or member is None or owner[1] != member.incarnation:
+            return
         for rank in self.trainer.ranks:
             if rank.alive and rank.life == life and all(e.version != version for e in rank.held):
                 self.world.violated(f"{self.name} was promised {version}, which {rank.name} gave up")

@@ -111,8 +111,6 @@ class Holding:
         """The round of the slot failed; complete words are remembered. Returns whether some are."""
         content = self.contents.get(index)
         if content is not None and content.progress.version == version:
-            if not content.progress.verified:
-                del self.contents[index]
             content.progress.end(False)
             if keep and content.progress.complete:
                 self._prefixes[index] = version, content.progress.complete
@@ -122,6 +120,7 @@ class Holding:
     def replace(self, index: int, have: frozenset[str] | None = None) -> bool:
         """New memory for a slot: whoever still refers to the old one writes into nothing."""
         keep = have if have is not None else self._prefixes.get(index, (None, frozenset[str]()))[1]
+        self.contents.pop(index, None)
         old, fresh = self.slots[index], self._make()
         for path in keep:
             fresh.words[int(path)] = old.words[int(path)]

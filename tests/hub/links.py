@@ -284,9 +284,10 @@ class Links:
         mine = set(self._me.positions)
         return [{str(i) for i in mine.intersection(link.peer.holds())} for link in self.of(offer)]
 
-    def cut_unconfirmed(self) -> bool:
+    def cut_unconfirmed(self, reading: tuple[Link, ...] = ()) -> bool:
         """Close every link whose sender may still write a slot of ours; whether there was one."""
-        suspects = [link for link in self._links.values() if link.unconfirmed]
+        links = {id(link): link for link in [*self._links.values(), *reading]}
+        suspects = [link for link in links.values() if link.unconfirmed]
         for link in suspects:
             link.close()
             link.unconfirmed = link.in_round = False
@@ -303,4 +304,4 @@ class Links:
         """``slot`` holds a verified version, which edges of other sources can start from too."""
         for key, shadow in self._shadows.items():
             if key[:2] != (offer.role, offer.world):
-                shadow.holds(slot, offer.version)  # type: ignore[arg-type]
+                shadow.holds(slot.generation, offer.version)

@@ -122,7 +122,13 @@ class SubscriberRank(Server):
     def want(self, version: Version | None) -> Steps:
         """Ask the hub for one version and no other (evaluation), or for the newest again."""
         self.lease.info["want"] = version_json(version)
-        yield from self.lease.register()
+        while not self.lease.lost:
+            try:
+                yield from self.lease.register()
+                return
+            except TransferError as error:
+                self.note("asking for %s: %s", version, error)
+                yield 1.0
 
     def leave(self) -> Steps:
         """As Subscriber.close: a relay waits for its readers, then both leave the directory."""
@@ -291,11 +297,11 @@ class SubscriberRank(Server):
         while True:
             found = receiving.wanted(self.state)
             fresh = found is not None and found.round != offer.round and found.version != useless
-            if found is not None and fresh and self.inbound.can_take(found):
-                return found
             left = deadline - self.clock()
             if left <= 0:
                 raise cause
+            if found is not None and fresh and self.inbound.can_take(found):
+                return found
             yield self.changed, min(left, 1.0)
 
     def _replace_quarantined(self) -> None:
@@ -306,7 +312,7 @@ class SubscriberRank(Server):
     def _give_up(self, offer: Offer, error: TransferError) -> None:
         self.note("gives up %s in %s: %s: %s", offer.version, offer.round, type(error).__name__, error)
         touched = any(link.touched for link in self.reading)
-        unconfirmed = self.inbound.cut_unconfirmed()
+        unconfirmed = self.inbound.cut_unconfirmed(tuple(self.reading))
         filling, kept = self.state.filling, False
         if filling is not None and filling.slot is not None:
             kept = self.holding.give_up(filling.slot, offer.version, not isinstance(error, MismatchError))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 from jaxrl_sync.transfer.errors import TransferError
@@ -87,6 +87,7 @@ class TrainerWorld:
         self.lineage = ""
         self.target = 1 << 30
         self.stepped = Signal()
+        self.on_drop: list[Callable[[], None]] = []
         self.ranks = [TrainerRank(self, world, network, hub, r) for r in range(size)]
 
     @property
@@ -225,6 +226,8 @@ class TrainerRank(Server):
                 self.spare = [export.buffer]
                 export.buffer, export.exported = export.copy, False
         self.room.fire()
+        for look in self.trainer.on_drop if decision.retire else ():
+            look()
 
     def read(self, version: Version, deadline: float) -> Generator[Any, Any, Reading | str]:
         """The words of a held version."""
