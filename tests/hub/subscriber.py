@@ -345,6 +345,8 @@ class SubscriberRank(Server):
 
     def _wait_group(self, offer: Offer, deadline: float) -> Steps:
         if self.engine.size == 1:
+            if offer.role == "relay":
+                self._report_later(self._advance(offer, "prepared"))
             return
         yield from self._advance(offer, "prepared", deadline=deadline)
 
