@@ -25,7 +25,7 @@ SEED = int(os.environ.get("JAXRL_SYNC_SIMULATION_SEED", "0")) or random.SystemRa
 
 
 def _play(count: int, seed: int) -> tuple[int, int]:
-    """So many schedules: (schedules, events). A failure is shrunk and its message is the smallest one's story."""
+    """So many schedules: (schedules, events). A failure is shrunk, its message is the story of that one."""
     played, events = 0, 0
 
     @hypothesis.seed(seed)
