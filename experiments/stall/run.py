@@ -1,6 +1,6 @@
 """How long does generation stop for new weights?
 
-    ./dev bench stall [--syncs 50] [--running 50] [--modes stop,jax,sync,async] [--resume]
+    ./dev bench stall [--syncs 50] [--running 12] [--modes stop,jax,sync,async] [--resume]
 
 A trainer and an engine, two processes, a model of 108M parameters (float32, 431 MB per version). One sync per
 mode in turn; every sync is one row of ``rows.jsonl`` as soon as it is over, and ``--resume`` goes on with the
@@ -42,7 +42,7 @@ def main() -> int:
     """Measure what is missing, print the table; 1 if a claim that can be checked doesn't hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--syncs", type=int, default=50, help="per mode, the trainer paused after publishing")
-    parser.add_argument("--running", type=int, default=50, help="per mode, the trainer training on")
+    parser.add_argument("--running", type=int, default=12, help="per mode, the trainer training on")
     parser.add_argument("--modes", default=",".join(LABELS))
     parser.add_argument("--model", default="100M", choices=("100M", "small"))
     parser.add_argument("--kv", default="keep", choices=("keep", "recompute"), help="of all modes alike")
