@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import threading
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jaxrl_sync.sharding import Edge, UserError
@@ -34,6 +35,7 @@ from jaxrl_sync.transfer.version import Version
 from jaxrl_sync.transfer.wire import Connection
 
 Digests = dict[str, tuple[int, int]]
+Arrived = Callable[[Iterable[str]], None]
 
 FRAME_FACTOR = 6
 FRAME_ROOM = 1 << 20
@@ -245,14 +247,15 @@ class Inbound:
                 f"{self.peer} sends payload {answer.get('payload')!r}, agreed on {self.terms.payloads}"
             )
         data = None
+        arrived = taking.progress.edge({c.target_path for c in self.edge.copies if c.num_elements})
         if answer.get("payload") == FRAME:
             if base is None:
                 raise ProtocolError(f"{self.peer} sends a frame for {offer.version}, but no base was named")
             data = self._receive_frame(answer.get("bytes"), deadline)
         else:
             self.shadow.spoiled(slot)
-            self._receive_full(taking)
-        done = self._parts(taking)
+            self._receive_full(taking, arrived)
+        done = self._parts(taking, arrived)
         self._expect(done, "done")
         if done.get("version") != version_json(offer.version):
             raise ProtocolError(f"{self.peer} sent version {done.get('version')}, expected {offer.version}")
@@ -277,8 +280,8 @@ class Inbound:
             **self._receiver.ready(taking.slot),
         }
 
-    def _receive_full(self, taking: Taking) -> None:
-        flow = Flow(taking.have, arrived=taking.progress.arrived)
+    def _receive_full(self, taking: Taking, arrived: Arrived) -> None:
+        flow = Flow(taking.have, arrived=arrived)
         try:
             self._receiver.receive(taking.slot.views, taking.deadline, flow)
         except PeerLost as error:
@@ -296,7 +299,7 @@ class Inbound:
             pass
         return ""
 
-    def _parts(self, taking: Taking) -> dict[str, Any]:
+    def _parts(self, taking: Taking, arrived: Arrived) -> dict[str, Any]:
         """The next word of the sender that isn't about parts that it has put in place."""
         while True:
             message = self._next(taking.offer, taking.deadline)
@@ -304,7 +307,7 @@ class Inbound:
                 raise PeerLost(f"{self.peer} gave up: {message.get('reason')}")
             if message.get("kind") != "part":
                 return message
-            taking.progress.arrived(numbered(message.get("paths"), self._opening.paths))
+            arrived(numbered(message.get("paths"), self._opening.paths))
 
     def _receive_frame(self, nbytes: object, deadline: float) -> bytearray:
         """A frame of so many bytes; none needs more than positions and values of every element."""

@@ -114,7 +114,7 @@ class Outbound:
             case "ready":
                 self._serve(message)
             case "installed":
-                version, self.unconfirmed = _version(message), None
+                version = self._confirmed(message)
                 sent = self._sent.pop(str(message.get("round")), RankOutcome())
                 seconds = {**sent.seconds, **_seconds(message)}
                 result = dataclasses.replace(sent, state="installed", seconds=seconds)
@@ -122,10 +122,17 @@ class Outbound:
                     self._use_of_chain.confirmed(version, seconds.get("apply", 0.0))
                 self._owner.installed(self.key, version, result)
             case "gave_up":
-                detail, self.unconfirmed = str(message.get("reason")), None
-                self._owner.gave_up(self.key, _version(message), RankOutcome("aborted", detail))
+                detail = str(message.get("reason"))
+                self._owner.gave_up(self.key, self._confirmed(message), RankOutcome("aborted", detail))
             case kind:
                 raise ProtocolError(f"{self._connection.peer} sent a message {kind!r} that isn't known here")
+
+    def _confirmed(self, message: dict[str, Any]) -> Version:
+        """The version of which the receiver says what became of it; word of an older one may come late."""
+        version = _version(message)
+        if version == self.unconfirmed:
+            self.unconfirmed = None
+        return version
 
     def _say(self, message: dict[str, Any]) -> None:
         self._connection.send(message, timeout_s=self._owner.config.timeout_s)
@@ -190,8 +197,8 @@ class Outbound:
         assert self._edge is not None
         sender = ShmSender(self._edge, slot, self._owner.run_id, self._owner.config.threads)
         try:
-            segments = message.get("segments") or []
-            if not segments:
+            segments = message.get("segments")
+            if not isinstance(segments, list) or not segments or not isinstance(segments[0], dict):
                 raise TransferError("the subscriber offers no shared memory")
             answer = sender.map(segments[0]).answer().hex()
         except TransferError:

@@ -44,6 +44,18 @@ class Progress:
         """Whether no more of it will come into this slot."""
         return self._ok is False
 
+    def edge(self, paths: Iterable[str]) -> Callable[[Iterable[str]], None]:
+        """What one edge reports by: each of its ``paths`` counts once, whatever a sender repeats."""
+        left = set(paths)
+
+        def arrived(told: Iterable[str]) -> None:
+            with self._changed:
+                fresh = left.intersection(told)
+                left.difference_update(fresh)
+                self.arrived(fresh)
+
+        return arrived
+
     def arrived(self, paths: Iterable[str]) -> None:
         """An edge has brought its parts of these tensors."""
         with self._changed:

@@ -183,11 +183,14 @@ class Publisher:
         ranks = sorted({link.key for link in self._listening.links})
         with self._lock:
             ticket = Ticket(version, ranks, export_s)
-            self._tickets = [*self._tickets, ticket][-KEPT_TICKETS:]
+            forgotten, self._tickets = _newest([*self._tickets, ticket])
             self._published_at[version] = start
             self._last = version
             self._stats.published += 1
             self._stats.export_s += export_s
+        for old in forgotten:
+            if not old.done:  # no engine will be asked about it any more
+                old.supersede(version)
         self._give_spare(self._retained.add(held))
         self._announcing.put(ticket)
         with self._lock:
@@ -459,6 +462,11 @@ class Publisher:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _newest(tickets: list[Ticket]) -> tuple[list[Ticket], list[Ticket]]:
+    """Those that are too many, and the newest."""
+    return tickets[:-KEPT_TICKETS], tickets[-KEPT_TICKETS:]
 
 
 def _regress(error: TransferError) -> bool:

@@ -76,9 +76,13 @@ class Reception:
                 continue
             name = f"{self._name}-welcome"
             number = self._lobby.enter(address[0], functools.partial(_end, sock))
-            threading.Thread(
-                target=self._receive, args=(sock, address[:2], number), name=name, daemon=True
-            ).start()
+            arguments = sock, address[:2], number
+            try:
+                threading.Thread(target=self._receive, args=arguments, name=name, daemon=True).start()
+            except RuntimeError as error:  # no more threads: a later one may be let in
+                self._refusals.note(address[0], "error", str(error))
+                self._lobby.leave(address[0], number)
+                sock.close()
 
     def _receive(self, sock: socket.socket, address: tuple[str, int], number: int) -> None:
         answer: Answer = {}

@@ -36,7 +36,7 @@ from jaxrl_sync.transfer.links import SWAP_TELL_S, Links, read_offer
 from jaxrl_sync.transfer.receiving import Offer, ReceiverState, SubscriberStats
 from jaxrl_sync.transfer.receiving import Prepared as Prepared
 from jaxrl_sync.transfer.registration import subscriber_info
-from jaxrl_sync.transfer.relay import LEAVE_S, Relay
+from jaxrl_sync.transfer.relay import LEAVE_S, ROLE, Relay
 from jaxrl_sync.transfer.slots import Slot, Target
 from jaxrl_sync.transfer.update import Update as Update
 from jaxrl_sync.transfer.version import Version
@@ -416,6 +416,8 @@ class Subscriber:
     def _wait_group(self, offer: Offer, deadline: float) -> None:
         """With several ranks: all of them hold the version, or none takes it."""
         if self.config.size == 1:
+            if offer.role == ROLE:  # its source may go on before we swap
+                self._watching.report(lambda: self._advance(offer, "prepared"))
             return
         self._advance(offer, "prepared", deadline=deadline)
         while (left := deadline - time.monotonic()) > 0:

@@ -14,6 +14,7 @@ import pytest
 from jaxrl_sync.transfer import SubscriberConfig, Version, holding
 from jaxrl_sync.transfer.errors import PeerLost, ResourceError
 from jaxrl_sync.transfer.holding import Holding
+from jaxrl_sync.transfer.progress import Progress
 from jaxrl_sync.transfer.slots import Target
 
 A1, A2 = Version("a", 1), Version("a", 2)
@@ -109,3 +110,13 @@ def test_a_slot_that_found_no_memory_gets_it_in_a_later_round(monkeypatch: pytes
     assert held.begin(0, A2, EDGES, frozenset({"w"})) == NONE
     assert not held.slots[0].closed and len(held.slots[0].views) == 2
     held.close()
+
+
+def test_a_tensor_of_two_edges_is_complete_when_both_have_brought_it_however_often_one_says_so() -> None:
+    progress = Progress(A1, [{"w"}, {"w", "v"}])
+    first, second = progress.edge({"w"}), progress.edge({"w", "v"})
+    for _ in range(3):
+        first(["w", "v"])  # v isn't its own
+    assert progress.complete == NONE
+    second(["w"])
+    assert progress.complete == {"w"}

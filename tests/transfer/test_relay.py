@@ -185,3 +185,22 @@ def test_what_changed_is_handed_on_as_what_changed(rig: Rig, transport: str) -> 
             before, report = reports[name, number - 1][0], reports[name, number][0]
             assert report.payload == "frame" or report.source != before.source, (name, number)
     assert sum(e.stats()["relayed_bytes"] for e in engines) < 5 * BYTES
+
+
+def test_a_source_is_free_once_its_reader_has_everything_before_that_swaps(rig: Rig) -> None:
+    params = trainer_params()
+    publisher, client = rig.publisher(params, "tcp", fanout="chain"), rig.hub_client()
+    a, b = (rig.subscriber(n, transport="tcp", relay=True) for n in ("a", "b"))
+    publisher.publish(params, Version("a", 0))
+    take(a)
+    update = b.poll(10)
+    assert update is not None
+    assert update.prepare().source == "relay.a"
+    until(
+        lambda: [r["ranks"] for r in client.status()["rounds"] if r["engine"] == "b"] == [{"0": "prepared"}]
+    )
+    for number in (1, 2):
+        publisher.publish(params, Version("a", number))
+        assert take(a)[0] == Version("a", number)
+    update.swap()
+    until(lambda: client.status()["engines"]["b"]["ranks"]["0"] == {"lineage": "a", "number": 0})

@@ -144,7 +144,7 @@ class HubClient:
                 if response.status_code < 500 and response.status_code != 429 and not _garbled(response):
                     return response
                 found = f"HTTP {response.status_code}: {response.text[:200]!r}"  # overloaded, or a proxy
-            except httpx.TransportError as error:
+            except httpx.RequestError as error:
                 if (why := tls.why_untrusted(error)) is not None:
                     raise AuthError(f"hub {self.url} isn't trusted: {why}") from error
                 found, cause = repr(error), error

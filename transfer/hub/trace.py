@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +28,8 @@ MAX_ROWS = 4096
 MAX_EDGES = 256
 MAX_VERSIONS = 256
 MAX_VALUE = 1e15
+MAX_WORDS = 32
+"""Transports with their payloads that totals are kept of; more are nonsense, and counted as "other"."""
 _SHOWN = 80
 
 Row = dict[str, Any]
@@ -178,6 +179,8 @@ class Trace:
 
     def _count(self, row: Row) -> None:
         transport, payload = row["transport"], row["payload"]
+        if (transport, payload) not in self.payloads and len(self.payloads) >= MAX_WORDS:
+            transport = payload = "other"
         for phase in PHASES:
             total = self.phases.setdefault((phase, transport), Total())
             total.add(row[f"seconds_{phase}"], row.get(f"bytes_{phase}", 0.0))
@@ -194,8 +197,8 @@ def _table(value: Any) -> Mapping[str, Any]:
 
 def _value(table: Mapping[str, Any], name: str) -> float:
     value = table.get(name, 0.0)
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if good and 0 <= value <= MAX_VALUE else 0.0
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= MAX_VALUE
+    return float(value) if good else 0.0
 
 
 def _word(table: Mapping[str, Any], name: str) -> str:
