@@ -11,14 +11,13 @@ from unittest import mock
 from jaxrl_sync.transfer import receiving
 from jaxrl_sync.transfer.hub import fleet, machine, outcomes
 from jaxrl_sync.transfer.hub.state import HubState, Member, MemberKey, RankState, Round, Tag
-from jaxrl_sync.transfer.progress import Progress
 from jaxrl_sync.transfer.receiving import Filling, Offer, ReceiverState
 from jaxrl_sync.transfer.retention import Decision, decide
 from jaxrl_sync.transfer.version import Version
 
 from . import trainer
 from .engine import EngineRank
-from .holding import Content, Holding, SlotReading
+from .holding import Holding, SlotReading
 from .subscriber import SubscriberRank
 from .trainer import TrainerRank
 
@@ -39,27 +38,6 @@ def _no_quarantine(state: ReceiverState, *_: object, **__: object) -> ReceiverSt
 def _into_the_serving_slot(state: ReceiverState, offer: Offer, *_: object) -> ReceiverState:
     slot = 0 if state.serving is None else state.serving
     return dataclasses.replace(state, filling=Filling(offer, slot, "filling"))
-
-
-def _any_offer(state: ReceiverState) -> Offer | None:
-    offer = state.offer
-    if offer is None or offer.round in state.over:
-        return None
-    return None if state.filling is not None and state.filling.offer.round == offer.round else offer
-
-
-def _accepts_any(installed: Version | None, offered: Version) -> bool:
-    return installed != offered
-
-
-@contextlib.contextmanager
-def _older_is_accepted() -> Iterator[None]:
-    """Neither hub nor subscriber compares numbers."""
-    with (
-        mock.patch.object(receiving, "wanted", _any_offer),
-        mock.patch.object(machine, "accepts", _accepts_any),
-    ):
-        yield
 
 
 def _swap_unprepared(state: ReceiverState, offer: Offer) -> ReceiverState:
@@ -171,21 +149,10 @@ def _no_gate(self: SlotReading, position: int, deadline: float) -> Any:
     yield from ()
 
 
-def _refilled_under_readers(self: Holding, index: int, version: Version, edges: Any, have: Any) -> Any:
-    self.contents.pop(index, None)
-    self.contents[index] = Content(self.slots[index], Progress(version, edges, have))
-    self.changed.fire()
-    yield from ()
-
-
 def _serves_poisoned(self: SubscriberRank, state: ReceiverState) -> None:
     self.state = state
     for index, memory in enumerate(self.holding.slots):
         memory.serving = state.installed if index == state.serving else None
-
-
-def _orphans_stay(state: HubState, entry: Round, to: Any, reason: str, repair: Any) -> HubState:
-    return outcomes._shut(state, entry, to, reason, repair)
 
 
 # The publisher.
@@ -218,7 +185,6 @@ MUTANTS: dict[str, Callable[[], Patch]] = {
     "the serving slot is filled": _patch(receiving, "begin", _into_the_serving_slot),
     "a version that isn't prepared is swapped in": _patch(receiving, "swap", _swap_unprepared),
     "a rank does not wait for the others": _patch(EngineRank, "_wait_group", _no_wait),
-    "an older version is accepted": _older_is_accepted,
     "the lineage is ignored": _patch(machine, "accepts", _number_alone),
     "committed before every rank is prepared": _patch(Round, "all_at_least", _prepared_by_some),
     "committed when one rank installed it": _patch(outcomes, "installed", _install_of_anyone),
@@ -231,7 +197,6 @@ MUTANTS: dict[str, Callable[[], Patch]] = {
     "one rank publishes for all": _first_rank_publishes,
     "words of another version are a resumed prefix": _patch(Holding, "prefix", _prefix_of_any_version),
     "a relay sends what has not arrived": _patch(SlotReading, "wait", _no_gate),
-    "a relay's slot is filled under its readers": _patch(Holding, "begin", _refilled_under_readers),
     "a poisoned engine serves": _patch(SubscriberRank, "_set", _serves_poisoned),
     "a pinned version is dropped": _patch(trainer, "decide", _drops_pinned),
     "export buffers are used again while they are read": _buffers_used_while_read,
