@@ -19,6 +19,7 @@ from jaxrl_sync.transfer.codec.errors import FrameError, WrongBase
 from jaxrl_sync.transfer.errors import TransferError
 from jaxrl_sync.transfer.files import FileSubscriber
 from jaxrl_sync.transfer.files import names as file_names
+from jaxrl_sync.transfer.files.channel import Channel
 from jaxrl_sync.transfer.files.config import Trust
 from jaxrl_sync.transfer.files.errors import BrokenObject, ForeignChannel, NoVersion, UnsafePath
 from jaxrl_sync.transfer.files.manifest import Manifest, Table
@@ -258,6 +259,21 @@ def test_who_lacks_the_token_cannot_pass_weights_off(tmp_path: Path, token_file:
         with reader(path, token_file) as late:
             assert late.versions() == [Version("run", 1)]  # 0 is the forger's now
             refused(late, NoVersion, "run:0 is missing below it")
+
+
+def test_the_seal_of_one_epoch_says_nothing_of_another(tmp_path: Path, token_file: Path) -> None:
+    path = tmp_path / "c"
+    with writer(path, token_file) as publisher:
+        write(publisher, 0, 1, 2)
+    with writer(path, token_file) as publisher:
+        write(publisher, 3)
+    epochs = path / "epochs"
+    sealed = (epochs / "00000001-sealed").read_bytes()  # of a channel that had no version yet
+    (epochs / "00000002-sealed").unlink()
+    (epochs / "00000002-sealed").write_bytes(sealed)
+    (epochs / "00000002-sealed").chmod(0o600)
+    with Channel.open(path, Trust(), auth.load_token(token_file)) as channel:
+        assert channel.epochs.rules().sealed == {1: 0, 2: None}  # as if it weren't sealed, not sealed at 0
 
 
 def rewrite(path: Path, version: int, change: Callable[[dict[str, Any]], None]) -> None:

@@ -107,6 +107,22 @@ def test_a_lease_whose_reader_died_expires(tmp_path: Path) -> None:
         lease.close()
 
 
+def test_nonsense_in_a_lease_and_a_folder_that_can_not_be_removed_end_neither_writing_nor_collecting(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "c"
+    with writer(path, keep=1, anchor_every=1) as publisher, Channel.open(path, Trust()) as channel:
+        write(publisher, 0)
+        value = {"ttl_s": 10**400, "versions": [["run", 0]], "stems": []}
+        channel["leases"].commit("odd-1", channel.seal.document("lease", value))
+        (first,) = names(path, "anchors")
+        (path / "anchors" / first).chmod(0o770)  # somebody's, as far as the channel can tell
+        write(publisher, 1, 2, 3)
+        assert publisher.drain(10) and publisher.stats()["failed"] == 0
+        assert numbers(path) == [3]
+        assert [n[:12] for n in names(path, "anchors")] == [f"{n:012d}" for n in (0, 3)]
+
+
 def test_a_lease_is_kept_alive_by_a_thread(tmp_path: Path) -> None:
     with writer(tmp_path / "c") as publisher, Channel.open(tmp_path / "c", Trust()) as channel:
         write(publisher, 0)

@@ -74,7 +74,7 @@ def test_between_claim_and_seal_nothing_counts_and_nothing_is_collected(tmp_path
             claimed = time.monotonic()
             epoch = channel.epochs.claim("somebody")
             assert channel.manifests() == []
-            assert collect(channel, 1, 1, 99).versions == ()
+            assert collect(channel, 1, 1, 99, publisher._stored.digest).versions == ()
             assert (names(tmp_path / "c", "versions"), names(tmp_path / "c", "objects")) == before
             channel.epochs.seal(epoch, 2, claimed)
             assert [m.version.number for m in channel.manifests()] == [0, 1]

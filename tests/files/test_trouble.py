@@ -12,9 +12,13 @@ from typing import Any
 import pytest
 
 from jaxrl_sync.transfer.errors import TransferError
+from jaxrl_sync.transfer.files import FilePublisher, FileWriterConfig
+from jaxrl_sync.transfer.files.channel import Channel
+from jaxrl_sync.transfer.files.config import Trust
 from jaxrl_sync.transfer.files.errors import ChannelError
 from jaxrl_sync.transfer.files.folder import Folder
 from jaxrl_sync.transfer.files.image import Image
+from jaxrl_sync.transfer.files.replay import verify
 from jaxrl_sync.transfer.version import Version
 from tests.files.channels import holds, names, reader, take, tree, write, writer
 
@@ -43,6 +47,33 @@ def test_a_full_disk_costs_a_version_by_name_and_leaves_nothing(
         assert holds(take(subscriber)[1], 3)
         assert [v.number for v in subscriber.versions()] == [0, 1, 3]
         assert publisher.stats()["failed"] == 1 and publisher.stats()["anchors"] == 1
+
+
+def test_a_writer_of_another_schema_whose_first_version_fails_keeps_its_schema(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real, full = tmp_path / "c", Folder.write, threading.Event()
+
+    def write_some(self: Folder, name: str, parts: Iterable[Any], sync: bool = True) -> int:
+        if full.is_set() and name.endswith("-table"):
+            raise OSError(errno.ENOSPC, "No space left on device", name)
+        return real(self, name, parts, sync)
+
+    with writer(path) as publisher:
+        write(publisher, 0)
+    monkeypatch.setattr(Folder, "write", write_some)
+    config = FileWriterConfig(fsync=False, keep=1)
+    part = FilePublisher(path, tree(0), config=config, convert=lambda t: {"embed": t["embed"]})
+    with part as publisher, Channel.open(path, Trust()) as channel:
+        full.set()
+        with pytest.raises(ChannelError, match="No space left"):
+            publisher.publish(tree(1), Version("run", 1)).wait(30)
+        assert publisher.drain(10) and len(names(path, "schemas")) == 2
+        full.clear()
+        write(publisher, 2)
+        assert publisher.drain(10)
+        assert [(v.version.number, v.wrong) for v in verify(channel)] == [(2, None)]
+        assert len(names(path, "schemas")) == 1  # the other one went with its last version
 
 
 def test_a_file_system_without_hard_links_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jaxrl_sync.transfer.files import leases, names
 from jaxrl_sync.transfer.files.channel import Channel
+from jaxrl_sync.transfer.files.errors import ChannelError
 from jaxrl_sync.transfer.files.manifest import Manifest
 from jaxrl_sync.transfer.version import Version
 
@@ -43,9 +44,9 @@ def kept(manifests: Sequence[Manifest], keep: int, wanted: Iterable[Version]) ->
     return found
 
 
-def collect(channel: Channel, keep: int, epoch: int, turn: int) -> Collected:
+def collect(channel: Channel, keep: int, epoch: int, turn: int, schema: str) -> Collected:
     """Remove what isn't needed. Only for the channel's writer; files of this epoch's turns from ``turn`` on
-    are being written and stay.
+    are being written and stay, and so does the writer's ``schema``, before its first version too.
     """
     survey = channel.survey()
     if survey.rules.newest != epoch:  # somebody takes the channel over: it is theirs to clean up
@@ -60,7 +61,11 @@ def collect(channel: Channel, keep: int, epoch: int, turn: int) -> Collected:
     stems = {names.stem(m.version.number, m.epoch, m.turn) for m in left} | leases.held(channel).stems
     unreadable = {v.number for v in survey.unreadable}
     files = _remove_files(channel, stems, unreadable, epoch, turn)
-    _forget(channel, left, epoch)
+    if not unreadable:  # nobody knows what those need
+        known = (*survey.manifests, *survey.fenced)
+        read = {m.schema for m in known if names.stem(m.version.number, m.epoch, m.turn) in stems}
+        _forget(channel, {schema, *read}, min((m.epoch for m in left), default=epoch))
+    _sweep(channel, epoch)
     if gone:
         logger.info("%s: %d versions and %d files collected", channel.where, len(gone), files)
     return Collected(tuple(gone), files)
@@ -76,29 +81,34 @@ def _remove_files(channel: Channel, stems: set[str], unreadable: set[int], epoch
                 continue
             if int(name[:12]) in unreadable:
                 continue
-            if folder == "anchors":
-                channel[folder].remove_folder(name)
-            else:
-                channel[folder].remove(name)
-            count += 1
+            try:
+                if folder == "anchors":
+                    channel[folder].remove_folder(name)
+                else:
+                    channel[folder].remove(name)
+                count += 1
+            except (OSError, ChannelError) as error:  # others can go although this one can't
+                logger.warning("%s/%s can't be removed: %s", channel[folder].where, name, error)
     return count
 
 
-def _forget(channel: Channel, left: Sequence[Manifest], epoch: int) -> None:
-    """Schemas, epochs, turns of older epochs and torn files that nothing needs any more."""
-    used = {m.schema for m in left}
-    oldest = min((m.epoch for m in left), default=epoch)
+def _forget(channel: Channel, schemas: set[str], oldest: int) -> None:
+    """Schemas and epochs that nothing needs any more; ``oldest`` is the first epoch with a version."""
     channel.epochs.forget(oldest)
+    for name in channel["schemas"].names():
+        if name not in schemas and not name.startswith(names.TEMPORARY):
+            channel["schemas"].remove(name)
+
+
+def _sweep(channel: Channel, epoch: int) -> None:
+    """Turns of older epochs, and files that never became whole."""
     for name in channel["ranks"].names():
         if name.startswith("e") and not name.startswith(f"e{epoch}-"):
             channel["ranks"].remove(name)
-    for folder in names.FOLDERS:
-        now_s = None
-        for name in channel[folder].names():
-            if name.startswith(names.TEMPORARY):
-                now_s = channel[folder].now_s() if now_s is None else now_s
-                made_s = channel[folder].mtime_s(name)
-                if made_s is not None and now_s - made_s > TEMPORARY_S:
-                    channel[folder].remove(name)
-            elif folder == "schemas" and used and name not in used:
-                channel[folder].remove(name)
+    for folder in (channel.root, *(channel[name] for name in names.FOLDERS)):
+        torn = [name for name in folder.names() if name.startswith(names.TEMPORARY)]
+        now_s = folder.now_s() if torn else 0.0
+        for name in torn:
+            made_s = folder.mtime_s(name)
+            if made_s is not None and now_s - made_s > TEMPORARY_S:
+                folder.remove(name)

@@ -63,11 +63,16 @@ class Epochs:
         self._folder = folder
         self._seal = seal
         self._known: dict[str, dict[str, Any]] = {}
+        self._never: set[int] = set()
 
     def _read(self, name: str) -> dict[str, Any]:
+        """An epoch's file; BrokenObject for a copy of another one's, which has a seal too."""
         if name not in self._known:
-            data = self._folder.read(name, MAX_EPOCH_BYTES)
-            self._known[name] = self._seal.open("epoch", data, f"{self._folder.where}/{name}")
+            where = f"{self._folder.where}/{name}"
+            found = self._seal.open("epoch", self._folder.read(name, MAX_EPOCH_BYTES), where)
+            if found.get("epoch") != int(name[:8]):
+                raise BrokenObject(f"{where} speaks of epoch {str(found.get('epoch'))[:32]}")
+            self._known[name] = found
         return self._known[name]
 
     def rules(self) -> Rules:
@@ -86,10 +91,20 @@ class Epochs:
             if epoch < last:  # its writer never wrote anything, and what it may write doesn't count
                 del sealed[epoch]
                 continue
-            since_s = self._folder.mtime_s(_name(epoch))
-            if since_s is None or abs(time.time() - since_s) > UNSEALED_S:
+            if epoch in self._never or self._given_up(epoch):
+                self._never.add(epoch)
                 del sealed[epoch]
         return Rules(sealed)
+
+    def _given_up(self, epoch: int) -> bool:
+        """Whether a claim is so old that its writer can't seal it any more. A reader that can't write has
+        only its own clock to tell."""
+        since_s = self._folder.mtime_s(_name(epoch))
+        try:
+            now_s = self._folder.now_s()
+        except OSError:
+            now_s = time.time()
+        return since_s is None or now_s - since_s >= UNSEALED_S
 
     def numbers(self) -> list[int]:
         """All epochs that were ever claimed and are still known."""
@@ -114,7 +129,8 @@ class Epochs:
         """Say what counts of the epochs before; ``claimed``: ``time.monotonic()`` before the claim."""
         if time.monotonic() - claimed > UNSEALED_S / 2:
             raise Fenced(f"epoch {epoch} of {self._folder.where} took too long to begin; open it again")
-        self._folder.commit(_name(epoch) + "-sealed", self._seal.document("epoch", {"sequence": sequence}))
+        document = self._seal.document("epoch", {"epoch": epoch, "sequence": sequence})
+        self._folder.commit(_name(epoch) + "-sealed", document)
 
     def of_world(self, world: str) -> int | None:
         """The newest epoch, if rank 0 of this world claimed and sealed it."""
@@ -136,7 +152,7 @@ class Epochs:
     def end(self, epoch: int) -> None:
         """The writer leaves: whoever comes next needn't wait."""
         with contextlib.suppress(ChannelError):
-            self._folder.commit(_name(epoch) + "-closed", self._seal.document("epoch", {}))
+            self._folder.commit(_name(epoch) + "-closed", self._seal.document("epoch", {"epoch": epoch}))
 
     def check_free(self, ttl_s: float) -> None:
         """ChannelBusy while a writer on another host gives signs of life."""

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 from jaxrl_sync.transfer.files import names
 from jaxrl_sync.transfer.files.channel import Channel
-from jaxrl_sync.transfer.files.errors import BrokenObject, ChannelError, ForeignChannel, NoVersion
+from jaxrl_sync.transfer.files.errors import ChannelError, NoVersion
 from jaxrl_sync.transfer.files.manifest import Manifest
 from jaxrl_sync.transfer.version import Version
 
@@ -121,7 +121,7 @@ def held(channel: Channel) -> Held:
             named = {names.check(str(s)) for s in value["stems"]}
         except NoVersion:
             continue
-        except (BrokenObject, ForeignChannel, ChannelError, ValueError, TypeError, KeyError):
+        except (ChannelError, ArithmeticError, ValueError, TypeError, KeyError):
             alive, found, named = silent_s < MAX_TTL_S, set(), set()  # perhaps one that is being written
         if alive:
             versions |= found

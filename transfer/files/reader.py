@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_sync.sharding import Copy, CopyTable, Layout, copies_digest, plan, trace
+from jaxrl_sync.sharding.errors import UserError
 from jaxrl_sync.transfer import auth
 from jaxrl_sync.transfer.errors import MismatchError, TransferError
 from jaxrl_sync.transfer.files.chains import Chain
@@ -251,7 +252,7 @@ class FileSubscriber:
             group.lead(update.version)
         try:
             found = self._take(update.version)
-        except TransferError as error:
+        except (UserError, OSError) as error:
             if group is not None and not lead:
                 group.report(update._number, f"{type(error).__name__}: {error}")
             raise

@@ -401,7 +401,8 @@ class FilePublisher:
         """Collect garbage; what that meets is no fault of the version."""
         try:
             with as_channel_error("collecting"):
-                collect(self._channel, self.config.keep, self._turns.epoch, order.turn + 1)
+                turn, schema = order.turn + 1, self._stored.digest
+                collect(self._channel, self.config.keep, self._turns.epoch, turn, schema)
         except UserError as error:
             logger.warning("%s: %s", self._channel.where, error)
 
