@@ -38,8 +38,8 @@ class Guard:
     ) -> None:
         self._app, self._token, self._deny, self._refusals = app, token, deny, refusals
         self._public, self._clock = frozenset(public), clock
-        self._clients, self._all = Buckets(limits.client), Buckets(limits.all, 1)
-        self._strangers = Buckets(limits.stranger)
+        self._members = Buckets(limits.client), Buckets(limits.all, 1)
+        self._strangers = Buckets(limits.stranger), Buckets(limits.strangers, 1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -53,9 +53,8 @@ class Guard:
             return
         if proven:
             scope.get(PROVEN, _nothing)()
-        wait_s = (self._clients if proven else self._strangers).take(address, now)
-        if not wait_s:
-            wait_s = self._all.take("", now)
+        one, together = self._members if proven else self._strangers
+        wait_s = one.take(address, now) or together.take("", now)
         if wait_s:
             self._refusals.note(address, "rate", f"{scope['path']}: too many requests")
             answer = self._deny(scope, 429, "too many requests")

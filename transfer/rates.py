@@ -20,11 +20,13 @@ class Rate:
 
 @dataclasses.dataclass(frozen=True)
 class RateLimits:
-    """Limits of one server: calls per address with the token and without it, and all calls together."""
+    """Limits of one server: calls per address and in all with the token, the same without it. Strangers have
+    a purse of their own: whoever has many addresses would else spend the members'."""
 
     client: Rate = Rate(2000.0, 4000.0)
     all: Rate = Rate(8000.0, 16000.0)
     stranger: Rate = Rate(50.0, 200.0)
+    strangers: Rate = Rate(1000.0, 2000.0)
 
 
 DEFAULT_LIMITS = RateLimits()

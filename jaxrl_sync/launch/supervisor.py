@@ -285,6 +285,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """The JSON object in ``path``; None when it isn't there or isn't one."""
     try:
         data = json.loads(path.read_text(encoding="utf8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, ValueError):  # no JSON, or no text at all
         return None
     return data if isinstance(data, dict) else None

@@ -116,6 +116,13 @@ def test_the_fleet_as_tables() -> None:
     assert fleet_text({}) == ""
 
 
+def test_words_of_others_do_not_command_the_terminal() -> None:
+    bad = {**FLEET["closed"][0], "why": "refused: \x1b]0;owned\x07\x1b[2J\nlast rounds"}
+    text = fleet_text({**FLEET, "closed": [bad]}, t=100.0)
+    assert "refused:" in text and text.replace("\n", "").isprintable()
+    assert text.count("\n") == fleet_text({**FLEET, "closed": FLEET["closed"][:1]}, t=100.0).count("\n")
+
+
 def test_only_the_last_edges_are_kept() -> None:
     rows = [{"kind": "edge", "seq": n} for n in range(600)]
     kept = merge_edges(rows[:10], [{"kind": "round"}, *rows[10:]])

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import datetime
 import ipaddress
+import logging
 import socket
 import ssl
 import threading
@@ -18,13 +19,16 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from starlette.responses import Response
 
 from jaxrl_sync.inference.server import EngineServer, ServerConfig
 from jaxrl_sync.orchestrator.engines import Engine, EngineClient, EngineGoneError
 from jaxrl_sync.transfer import HubClient, Version, auth, impatient, tls
 from jaxrl_sync.transfer.errors import AuthError, ResourceError
+from jaxrl_sync.transfer.guard import Guard
 from jaxrl_sync.transfer.hub.server import run_hub
-from jaxrl_sync.transfer.rates import Buckets, Rate, RateLimits
+from jaxrl_sync.transfer.rates import DEFAULT_LIMITS, Buckets, Rate, RateLimits
+from jaxrl_sync.transfer.refusals import Refusals
 from tests.transfer.models import Rig, ServerThread, take, trainer_params
 
 OTHER_TOKEN = "cd" * 32
@@ -296,6 +300,38 @@ def test_a_client_that_calls_too_often_is_told_to_wait_and_others_are_served(
         assert len([line for line in refused_lines(caplog) if "too many" in line]) == 1
         with HubClient(url, token_file) as patient:  # rides it out
             assert patient.members() == []
+
+
+def test_strangers_of_many_addresses_take_no_calls_from_members(token_file: Path) -> None:
+    token, passed = auth.load_token(token_file), list[str]()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        passed.append(scope["client"][0])
+
+    def deny(scope: Any, status: int, message: str) -> Response:
+        return Response(status_code=status)
+
+    async def ignore(message: Any) -> None:
+        pass
+
+    refusals = Refusals(logging.getLogger("jaxrl_sync.hub"), "hub")
+    guard = Guard(app, token=token, deny=deny, refusals=refusals, clock=lambda: 0.0)
+    proof = [(b"authorization", f"Bearer {token}".encode())]
+
+    async def call(address: str, headers: list[tuple[bytes, bytes]]) -> None:
+        scope = {"type": "http", "path": "/health", "headers": headers, "client": (address, 1)}
+        await guard(scope, ignore, ignore)  # type: ignore[arg-type]
+
+    async def storm() -> None:
+        for n in range(20_000):
+            await call(f"2001:db8::{n % 5000:x}", [])
+        strangers = len(passed)
+        assert strangers == DEFAULT_LIMITS.strangers.burst
+        for n in range(int(DEFAULT_LIMITS.all.burst)):
+            await call(f"10.0.0.{n % 8}", proof)
+        assert len(passed) - strangers == DEFAULT_LIMITS.all.burst, "every member's call"
+
+    asyncio.run(storm())
 
 
 def test_buckets_forget_and_fill() -> None:

@@ -50,6 +50,11 @@ def test_events(kind: str, body: dict[str, Any], expected: events.Event) -> None
     assert bodies.event_of(kind, body, 10.0) == expected
 
 
+def test_reasons_are_one_printable_line() -> None:
+    event = bodies.event_of("fail", ME | {"round": "r", "reason": "no\x1b[2J\nhub refused \ud800"}, 10.0)
+    assert isinstance(event, events.Fail) and event.reason == "no [2J hub refused  "
+
+
 def test_announce_says_what_is_held_and_how_copies_spread() -> None:
     body = ME | {"model": "m", "version": A1, "bytes": 7, "held": [A1], "sequence": 2}
     event = bodies.event_of("announce", body | {"fanout": {"kind": "tree", "degree": 3}}, 10.0)
@@ -68,6 +73,22 @@ ADVANCE = ME | {"round": "r", "to": "begun"}
     [
         ("dance", ME, "unknown call"),
         ("heartbeat", ME | {"rank": "0"}, "a member is role, name and rank"),
+        ("heartbeat", ME | {"incarnation": "x" * (1 << 20)}, "1048576 characters"),
+        ("register", ME | {"info": {"load": float("nan")}}, "isn't JSON in UTF-8"),
+        ("register", ME | {"info": {"load": float("inf")}}, "isn't JSON in UTF-8"),
+        ("register", ME | {"info": {"site": "\ud800"}}, "isn't JSON in UTF-8"),
+        (
+            "announce",
+            ME | {"model": "m", "version": {"lineage": "a", "number": 10**400}},
+            "a version is",
+        ),
+        ("announce", ME | {"model": "m", "version": {"lineage": "a\n", "number": 1}}, "a version is"),
+        (
+            "announce",
+            ME | {"model": "m", "version": {"lineage": "a" * 999, "number": 1}},
+            "a version is",
+        ),
+        ("advance", ME | {"round": "r", "to": "begun", "parts": [10**400, 1]}, "parts is"),
         ("heartbeat", ME | {"name": "a\nb"}, "must be printable"),
         ("register", ME | {"size": 0}, "0 <= rank < size"),
         ("register", ME | {"info": {"model": ["m"]}}, "'model' is list, expected text"),
@@ -93,5 +114,5 @@ ADVANCE = ME | {"round": "r", "to": "begun"}
     ],
 )
 def test_what_is_no_event_is_refused_by_name(kind: str, body: dict[str, Any], message: str) -> None:
-    with pytest.raises(bodies.BadRequest, match=message):
+    with pytest.raises((bodies.BadRequest, ValueError), match=message):
         bodies.event_of(kind, body, 10.0)

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxrl_sync.transfer import Version, auth
 from jaxrl_sync.transfer.exposition import CONTENT_TYPE, Family, Sample, counter, gauge, render
 from jaxrl_sync.transfer.hub.state import HubState, MemberKey, Round
-from jaxrl_sync.transfer.hub.trace import MAX_ROWS, PHASES, SIZED, Trace
+from jaxrl_sync.transfer.hub.trace import MAX_ROWS, MAX_WORDS, PHASES, SIZED, Trace
 from tests.transfer.models import Rig, ServerThread, take, trainer_params, until
 from tests.transfer.test_front_doors import running_engine, running_hub
 
@@ -144,6 +144,16 @@ def test_the_trace_is_bounded() -> None:
     assert [r["seq"] for r in trace.since(trace.seq - 2)] == [trace.seq - 1, trace.seq]
     trace.see(HubState("e"), HubState("e"), 0.0)
     assert trace.seq == MAX_ROWS + 10
+
+
+def test_words_that_nobody_knows_make_no_labels_without_end() -> None:
+    trace = Trace()
+    entry = Round("r-1", 1, "policy", "e", Version("a", 1), {0: "installed"}, {0: "i"}, {0: "i"}, "trainer")
+    for n in range(MAX_WORDS * 3):
+        edge = {"transport": f"t{n}", "payload": "full", "bytes": {"wire": 1}}
+        trace.reported(MemberKey("subscriber", "engine-0", n), entry, {"edges": [edge]}, 1.0)
+    assert len(trace.payloads) == MAX_WORDS + 1 and len(trace.phases) == (MAX_WORDS + 1) * len(PHASES)
+    assert trace.payloads["other", "other"].nbytes == MAX_WORDS * 2
 
 
 def test_commit_counts_from_the_last_rank_s_announcement_and_export_is_the_slowest() -> None:

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl_sync.transfer.hub import events
-from jaxrl_sync.transfer.hub.state import Fanout, Holding, MemberKey, version_of
+from jaxrl_sync.transfer.hub.state import MAX_NUMBER, Fanout, Holding, MemberKey, version_of
 from jaxrl_sync.transfer.version import Version
 
 MAX_WORLD = 1 << 16
 MAX_INFO_BYTES = 64 << 10
+MAX_TEXT = 1 << 10
+MAX_REASON = 2000
 MAX_HELD = 256
 MAX_DEGREE = 1024
 _MAX_NUMBER = 1e18
@@ -35,10 +37,13 @@ def member_key(body: dict[str, Any]) -> MemberKey:
 
 
 def text(body: dict[str, Any], field: str) -> str:
-    """A field that is text."""
+    """A field that is text, short and of whole characters: it gets into answers to others."""
     value = body.get(field)
     if not isinstance(value, str):
         raise BadRequest(f"field {field!r} is {type(value).__name__}, expected text")
+    if len(value) > MAX_TEXT:
+        raise BadRequest(f"field {field!r} has {len(value)} characters, expected at most {MAX_TEXT}")
+    value.encode()  # half a surrogate pair has no UTF-8: a ValueError
     return value
 
 
@@ -88,7 +93,11 @@ def _register(key: MemberKey, incarnation: str, body: dict[str, Any], ttl_s: flo
     info = body.get("info", {})
     if not isinstance(info, dict):
         raise BadRequest(f"info is {type(info).__name__}, expected an object")
-    if (told := len(json.dumps(info))) > MAX_INFO_BYTES:
+    try:  # it gets into answers to everyone: a nan or half a surrogate pair would spoil them all
+        told = len(json.dumps(info, allow_nan=False, ensure_ascii=False).encode())
+    except ValueError as error:
+        raise BadRequest(f"info isn't JSON in UTF-8: {error}") from error
+    if told > MAX_INFO_BYTES:
         raise BadRequest(f"info is {told} bytes of JSON, expected at most {MAX_INFO_BYTES}")
     if "model" in info:
         model_name(info)
@@ -147,7 +156,9 @@ def _advance(key: MemberKey, incarnation: str, body: dict[str, Any]) -> events.A
         raise BadRequest(f"to is {to!r}, expected begun, prepared or installed")
     limit_s, parts = number(body, "timeout_s", 60.0), body.get("parts")
     if parts is not None and not (
-        isinstance(parts, list) and len(parts) == 2 and all(type(p) is int and p >= 0 for p in parts)
+        isinstance(parts, list)
+        and len(parts) == 2
+        and all(type(p) is int and 0 <= p <= MAX_NUMBER for p in parts)
     ):
         raise BadRequest(f"parts is {str(parts)[:80]}, expected [how many, of how many]")
     pair = None if parts is None else (parts[0], parts[1])
@@ -155,7 +166,11 @@ def _advance(key: MemberKey, incarnation: str, body: dict[str, Any]) -> events.A
 
 
 def _fail(key: MemberKey, incarnation: str, body: dict[str, Any]) -> events.Fail:
-    return events.Fail(key, incarnation, text(body, "round"), text(body, "reason")[:2000])
+    reason = body.get("reason")
+    if not isinstance(reason, str):
+        raise BadRequest(f"field 'reason' is {type(reason).__name__}, expected text")
+    line = "".join(c if c.isprintable() else " " for c in reason[:MAX_REASON])  # for logs and tables
+    return events.Fail(key, incarnation, text(body, "round"), line)
 
 
 def _owner(body: dict[str, Any]) -> tuple[MemberKey, str] | None:

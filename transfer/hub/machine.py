@@ -76,6 +76,8 @@ __all__ = [
     "watch",
 ]
 
+MAX_PINS = 4096
+"""Versions that may be pinned, and owners that one version's pin may have."""
 KEPT_HELD = 8
 """Versions that a publisher is believed to hold which never says what it holds."""
 KEPT_DEAD = 64
@@ -239,7 +241,10 @@ def _pin(state: HubState, event: Pin) -> tuple[HubState, Done | Refused]:
     tag = Tag(event.model, event.version)
     if not event.again and not any(h.complete for h in fleet.holders(state, tag)):
         return state, Refused("unavailable", f"nobody holds version {event.version} of {event.model}")
-    pins = {**state.pins, tag: {**state.pins.get(tag, {}), event.by: event.owner}}
+    owners = {**state.pins.get(tag, {}), event.by: event.owner}
+    pins = {**state.pins, tag: owners}
+    if max(len(pins), len(owners)) > MAX_PINS:
+        return state, Refused("too_many", f"{MAX_PINS} pins are held, no more are taken")
     return dataclasses.replace(state, pins=pins), Done((f"{event.by} pins {event.version}",))
 
 

@@ -14,6 +14,10 @@ HoldState = Literal["published", "offloaded", "draining"]
 FanoutKind = Literal["star", "chain", "tree"]
 
 
+MAX_LINEAGE = 256
+MAX_NUMBER = 10**15
+
+
 class MemberKey(NamedTuple):
     """Who a member is; a restarted process has the same key and another incarnation."""
 
@@ -206,8 +210,11 @@ def version_of(value: Any) -> Version | None:
     if value is None:
         return None
     if not isinstance(value, dict) or not isinstance(value.get("lineage"), str):
-        raise ValueError(f"a version is {{lineage, number}}, got {value!r}")
+        raise ValueError(f"a version is {{lineage, number}}, got {str(value)[:80]!r}")
     number = value.get("number")
     if not isinstance(number, int) or isinstance(number, bool):
-        raise ValueError(f"a version's number is an integer, got {number!r}")
-    return Version(value["lineage"], number)
+        raise ValueError(f"a version's number is an integer, got {str(number)[:80]!r}")
+    lineage: str = value["lineage"]
+    if len(lineage) > MAX_LINEAGE or not lineage.isprintable() or number > MAX_NUMBER:
+        raise ValueError(f"a version is a short printable lineage and a number, got {str(value)[:80]!r}")
+    return Version(lineage, number)
