@@ -23,8 +23,25 @@ def check(config: RunConfig) -> None:
     _check_files(config)
     _check_hub(config)
     _check_fleet(config)
-    if config.sync.transport == "file" and config.sync.file.path is None:
+    _check_channel(config)
+
+
+def _check_channel(config: RunConfig) -> None:
+    sync = config.sync
+    if sync.transport != "file":
+        return
+    if sync.file.path is None:
         raise ConfigError("sync.transport='file' needs sync.file.path, found none")
+    if sync.slots < 2:
+        raise ConfigError(
+            f"sync.transport='file' needs sync.slots >= 2, found {sync.slots}: a version is read beside the "
+            "one that serves"
+        )
+    if config.eval.pin:
+        raise ConfigError(
+            "eval.pin=true needs a trainer that serves the versions that it keeps, found "
+            "sync.transport='file', where the newest sync.file.keep of them stay"
+        )
 
 
 def _check_fleet(config: RunConfig) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl_sync.config import RunConfig, load, parse_overrides, render, save
+from jaxrl_sync.config.file_channel import channel_path
 from jaxrl_sync.launch.certificates import server_tls
 from jaxrl_sync.launch.commands import workers
 from jaxrl_sync.launch.preflight import check_ports, check_rooms, check_task
@@ -50,11 +51,12 @@ def run(
 
 
 def _supervise(config: RunConfig, path: Path, resume: bool) -> Outcome:
-    from jaxrl_sync.transfer.auth import create_token, run_id_of
+    from jaxrl_sync.transfer.auth import create_token, load_token, run_id_of
 
-    forget_attempt(path)
+    keep_token = needs_token(config, path)
+    forget_attempt(path, keep_token)
     save(config, path / "config.toml")
-    token = create_token(path / "token")
+    token = load_token(path / "token") if keep_token else create_token(path / "token")
     server_tls(config, path)
     view = open_view(path)
     try:
@@ -64,8 +66,15 @@ def _supervise(config: RunConfig, path: Path, resume: bool) -> Outcome:
         view.close()
 
 
-def forget_attempt(path: Path) -> None:
+def needs_token(config: RunConfig, path: Path) -> bool:
+    """Whether an earlier attempt's token must stay: it sealed the file channel that this one goes on with."""
+    channel = channel_path(config, path)
+    sealed = channel is not None and config.sync.file.sealed and (channel / "CHANNEL").exists()
+    return sealed and (path / "token").exists()
+
+
+def forget_attempt(path: Path, keep_token: bool = False) -> None:
     """Remove what an earlier attempt left that would be taken for this one's: token, addresses, progress."""
-    for name in ("token", "progress.json", "summary.json"):
+    for name in ("progress.json", "summary.json", *(() if keep_token else ("token",))):
         (path / name).unlink(missing_ok=True)
     shutil.rmtree(path / "proc", ignore_errors=True)

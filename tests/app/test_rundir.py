@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_sync.launch.run import forget_attempt
+from jaxrl_sync.config import load, parse_overrides
+from jaxrl_sync.launch.run import forget_attempt, needs_token
 from jaxrl_sync.launch.rundir import RunDirError, create, locked
+from jaxrl_sync.transfer.auth import create_token, load_token
+from jaxrl_sync.transfer.files.channel import Channel
+from jaxrl_sync.transfer.files.config import Trust
+from tests.app.runs import ADDITION
 
 
 def test_two_runs_of_one_second_get_two_directories(tmp_path: Path) -> None:
@@ -41,3 +46,20 @@ def test_an_earlier_attempt_leaves_its_history_but_not_its_addresses(tmp_path: P
         (tmp_path / name).write_text("{}")
     forget_attempt(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl"]
+
+
+def test_a_resumed_run_keeps_the_token_that_sealed_its_channel(tmp_path: Path) -> None:
+    """With another one nobody could read the channel, the run's own trainer included."""
+    config = load(ADDITION, parse_overrides(["--sync.transport=file", "--sync.file.path=weights"]))
+    assert not needs_token(config, tmp_path)
+    token = create_token(tmp_path / "token")
+    assert not needs_token(config, tmp_path)  # an attempt that wrote nothing
+    with Channel.create(tmp_path / "weights", Trust(), token, "policy") as channel:
+        first = channel.id
+    assert needs_token(config, tmp_path)
+    forget_attempt(tmp_path, keep_token=True)
+    with Channel.create(tmp_path / "weights", Trust(), load_token(tmp_path / "token"), "policy") as channel:
+        assert channel.id == first
+    open_ = load(ADDITION, parse_overrides(["--sync.file.path=weights", "--sync.file.sealed=false"]))
+    assert not needs_token(open_, tmp_path)
+    assert not needs_token(load(ADDITION), tmp_path)

@@ -33,6 +33,19 @@ def test_the_table_reaches_writer_and_reader(tmp_path: Path) -> None:
         load(ADDITION, parse_overrides(["--sync.transport=file"]))
 
 
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--sync.slots=1", "needs sync.slots >= 2, found 1"),
+        ("--eval.pin=true", "eval.pin=true needs a trainer"),
+    ],
+)
+def test_what_a_folder_can_not_do_is_refused_with_the_config(word: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(ADDITION, parse_overrides(["--sync.transport=file", "--sync.file.path=weights", word]))
+    load(ADDITION, parse_overrides(["--sync.transport=tcp", "--sync.file.path=weights", word]))  # beside it
+
+
 @pytest.mark.parametrize(("file_mode", "folder_mode"), [(0o600, 0o700), (0o640, 0o750), (0o644, 0o755)])
 def test_new_files_have_the_mode_that_was_asked_for_whatever_the_umask_is(
     tmp_path: Path, file_mode: int, folder_mode: int
