@@ -271,8 +271,8 @@ class Links:
         if self._closed:  # while it was being opened
             self._links[key].close()
             raise PeerLost("the subscriber is closed")
-        if role == PUBLISHER and (version := self.serving()) is not None:
-            self._links[key].tell(_serves(version), SWAP_TELL_S)  # it may have come here another way
+        if role == PUBLISHER and (served := self.serving()) is not None:
+            self._links[key].tell(_serves(served), SWAP_TELL_S)  # it may have come here another way
 
     # Relays: the engine's thread, when its round names them.
 

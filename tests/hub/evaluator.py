@@ -70,10 +70,10 @@ class Evaluator(Node):
         except TransferError as error:
             self.note("no version to evaluate: %s", error)
         if self.promised is not None:
-            yield self.world.stream(f"{self.name} thinks").choice(
-                (0.0, 4.0)
-            )  # the engine may be past it then
-            yield from self._serve(engine, self.promised[0])
+            version = self.promised[0]  # a hub that restarts takes the promise back
+            pause_s = self.world.stream(f"{self.name} thinks").choice((0.0, 4.0))
+            yield pause_s  # the engine may be past the version then
+            yield from self._serve(engine, version)
             while self.world.now < self.until:
                 yield 0.5
             yield from self._serve(engine, None)
