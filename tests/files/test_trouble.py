@@ -13,6 +13,7 @@ import pytest
 
 from jaxrl_sync.transfer.errors import TransferError
 from jaxrl_sync.transfer.files import FilePublisher, FileWriterConfig
+from jaxrl_sync.transfer.files import channel as channel_module
 from jaxrl_sync.transfer.files.channel import Channel
 from jaxrl_sync.transfer.files.config import Trust
 from jaxrl_sync.transfer.files.errors import ChannelError
@@ -86,6 +87,25 @@ def test_a_file_system_without_hard_links_does(tmp_path: Path, monkeypatch: pyte
             write(publisher, number)
             assert holds(take(subscriber)[1], number)
     assert all(not n.startswith("tmp-") for n in names(tmp_path / "c", "versions"))
+
+
+def test_a_writer_that_died_while_it_made_the_channel_blocks_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without hard links a file appears before it is whole."""
+    monkeypatch.setattr(channel_module, "TORN_S", 0.1)
+    for number, torn in enumerate(("CHANNEL", "schemas/*") * 3):
+        path = tmp_path / f"c{number}"
+        with writer(path):
+            pass
+        (file,) = path.glob(torn)
+        whole = file.read_bytes()
+        file.write_bytes(whole[: (0, len(whole) // 2, len(whole) - 1)[number // 2]])
+        with reader(path) as subscriber:
+            assert subscriber.poll() is None  # it waits
+            with writer(path) as publisher:
+                write(publisher, 1)
+                assert holds(take(subscriber)[1], 1)
 
 
 def test_a_reader_that_is_closed_while_it_reads_ends_by_name(

@@ -30,11 +30,14 @@ from jaxrl_sync.transfer.files.manifest import (
     Part,
     Table,
 )
-from jaxrl_sync.transfer.files.seal import Seal
+from jaxrl_sync.transfer.files.seal import Seal, is_whole
 from jaxrl_sync.transfer.files.stored import Stored
 from jaxrl_sync.transfer.version import Version
 
 MAX_CHANNEL_BYTES = 1 << 16
+TORN_S = 2.0
+"""A file of a line that isn't whole after so long is of somebody who died."""
+LOOK_S = 0.05
 
 logger = logging.getLogger("jaxrl_sync.transfer")
 
@@ -89,6 +92,7 @@ class Channel:
         try:
             for name in names.FOLDERS:
                 root.child(name, create=True).close()
+            _remove_torn(root)
             if root.mtime_s(names.CHANNEL) is None:
                 described = {
                     "id": secrets.token_hex(8),
@@ -106,6 +110,8 @@ class Channel:
     def _describe(self, token: str | None) -> dict[str, Any]:
         data = self.root.read(names.CHANNEL, MAX_CHANNEL_BYTES)
         where = f"{self.where}/{names.CHANNEL}"
+        if not is_whole(data):
+            raise NoVersion(f"{where} isn't whole (yet)")
         sealed = _run_id_unproved(data)
         if token is None and sealed is not None:
             raise ForeignChannel(f"{where} is sealed with the token of run {sealed[:32]!r}, found no token")
@@ -190,11 +196,15 @@ class Channel:
         return self._stored[schema]
 
     def add_schema(self, stored: Stored) -> None:
-        """Have a schema in the channel."""
-        if self["schemas"].mtime_s(stored.digest) is None:
-            body = stored.schema
-            with contextlib.suppress(ChannelError):  # another rank was first
-                self["schemas"].commit(stored.digest, self.seal.of_object(body).encode() + b"\n" + body)
+        """Have a schema in the channel; half of one, of a writer that died, is replaced."""
+        folder, body = self["schemas"], stored.schema
+        data = self.seal.of_object(body).encode() + b"\n" + body
+        with contextlib.suppress(NoVersion):
+            if folder.read(stored.digest, MAX_SCHEMA_BYTES) == data:
+                return
+            folder.remove(stored.digest)
+        with contextlib.suppress(ChannelError):  # another rank was first
+            folder.commit(stored.digest, data)
 
     def table(self, part: Part, slabs: int) -> Table:
         """The table of one rank of a version. BrokenObject, NoVersion."""
@@ -223,6 +233,17 @@ class Channel:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _remove_torn(root: Folder) -> None:
+    """Make room for a CHANNEL file where the last attempt to write one died in the middle of it."""
+    deadline = time.monotonic() + TORN_S
+    with contextlib.suppress(NoVersion):
+        while not is_whole(root.read(names.CHANNEL, MAX_CHANNEL_BYTES)):
+            if time.monotonic() >= deadline:
+                root.remove(names.CHANNEL)
+                return
+            time.sleep(LOOK_S)
 
 
 def _run_id_unproved(data: bytes) -> str | None:

@@ -23,6 +23,14 @@ _FORMAT = "1"
 _MAX_LINE = 256
 
 
+def is_whole(data: bytes) -> bool:
+    """Whether a document has all the bytes that its first line says: where there are no hard links, one
+    appears before it is complete."""
+    line, _, body = data.partition(b"\n")
+    words = line[:_MAX_LINE].split(b" ")
+    return len(words) == 5 and words[3] == str(len(body)).encode()
+
+
 @dataclasses.dataclass(frozen=True)
 class Seal:
     """``key`` is empty where no token is used."""
