@@ -85,3 +85,12 @@ def test_an_engine_that_comes_late_takes_its_weights_from_the_folder_of_a_run_ov
         assert {(e["engine"] == "engine-2", e["transport"]) for e in rows} == {(True, "file"), (False, "tcp")}
         run.send(signal.SIGINT)
         assert run.finish(timeout_s=60)[0] == 130
+
+
+def test_a_resumed_run_goes_on_with_its_sealed_channel(tmp_path: Path) -> None:
+    options = (*SMALL, "--sync.transport=file", "--sync.file.path=weights")
+    with Run(tmp_path / "run", *options, "--run.steps=4") as run:
+        assert finished(run) == {"file"}
+    with Run(tmp_path / "run", *options, f"--run.steps={STEPS}", "--resume") as run:
+        assert finished(run) == {"file"}
+        check_channel(tmp_path / "run")
