@@ -263,7 +263,7 @@ class HubClient:
 
         Returns once a publisher has confirmed that it keeps it: from then on late engines get it, however
         many versions are published meanwhile. HubRefused("unavailable") when nobody holds it (any more),
-        DeadlineError after ``timeout_s``. Repeating it changes nothing.
+        DeadlineError after ``timeout_s``: the wish stands all the same. Repeating it changes nothing.
         """
         deadline = time.monotonic() + timeout_s
         about = {"model": model, "version": version_json(version)}
@@ -272,8 +272,10 @@ class HubClient:
         while True:
             left = max(0.0, min(POLL_S, deadline - time.monotonic()))
             seen = self.call("/v1/pin", {**about, "timeout_s": left}, left)
-            if seen["confirmed"]:
+            if seen["confirmed"] and seen["pinned"]:
                 return
+            if not seen["pinned"]:  # a hub that has restarted, or forgot the lease, is being told again
+                self._closed.wait(_RETRY_S[2])
             if not seen["held"]:
                 self.unpin(version, by, model)
                 raise HubRefused("unavailable", f"nobody holds version {version} of {model} any more")

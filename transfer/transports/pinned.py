@@ -12,6 +12,9 @@ from jaxrl_sync.sharding import CopyTable
 from jaxrl_sync.sharding.kernels import STREAM
 from jaxrl_sync.sharding.native import flat_bytes
 
+MAX_FOUND = 1 << 16
+"""So many groups of shards are remembered with their addresses: tables of interrupted rounds come and go."""
+
 Key = tuple[int, str]
 Places = tuple[npt.NDArray[np.uint64], bytes]
 
@@ -28,6 +31,8 @@ class Pinned(dict[Key, npt.NDArray[Any]]):
         """(addresses, sizes) of these shards, in order. KeyError names one that isn't there."""
         found = self._found.get(id(keys))
         if found is None or found[0] is not keys:
+            if len(self._found) >= MAX_FOUND:
+                self._found.clear()
             at = [self._at[key] for key in keys]
             places = np.array([a for a, _ in at], np.uint64), np.array([n for _, n in at], np.int64).tobytes()
             self._found[id(keys)] = found = keys, places
