@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import errno
 import hashlib
 import hmac
 import ipaddress
@@ -136,18 +137,24 @@ def of_run(run_dir: Path) -> ServerTls:
 
 
 def create_self_signed(folder: Path, hosts: Sequence[str] = ("localhost", "127.0.0.1", "::1")) -> ServerTls:
-    """A new EC key and a certificate for it in ``folder``, which must not hold one. ResourceError.
+    """A new EC key and a certificate for it in ``folder``, which must not hold a certificate. ResourceError.
 
-    It is no authority: nothing else can be signed with it. Clients pin its fingerprint.
+    It is no authority: nothing else can be signed with it. Clients pin its fingerprint. Whoever is killed in
+    the middle leaves no certificate, and the next one begins again.
     """
     cert, key = _self_signed([*hosts, socket.gethostname()])
     tls = ServerTls(folder / "cert.pem", folder / "key.pem")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.path.lexists(tls.cert):
+            raise FileExistsError(errno.EEXIST, "there is one already")
         for path, data in ((tls.key, key), (tls.cert, cert)):  # the certificate says that both are there
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            partial = path.with_suffix(".new")
+            partial.unlink(missing_ok=True)
+            fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             with os.fdopen(fd, "wb") as file:
                 file.write(data)
+            partial.replace(path)
     except OSError as error:
         raise ResourceError(f"can't keep a certificate in {folder}: {error.strerror}") from error
     return tls

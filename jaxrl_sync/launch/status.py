@@ -14,6 +14,7 @@ from jaxrl_sync.launch.fleet import fleet_text, merge_edges
 from jaxrl_sync.launch.rundir import RunDirError
 from jaxrl_sync.launch.supervisor import read_json
 from jaxrl_sync.sharding.errors import UserError
+from jaxrl_sync.transfer.errors import ProtocolError
 from jaxrl_sync.transfer.hub.client import HubClient
 
 ANSWER_S = 5.0
@@ -51,7 +52,8 @@ class Looker:
         try:
             client = self._connect(str(url))
             status = client.status()
-            self._follow(client)
+            with contextlib.suppress(ProtocolError):  # an older hub has no trace
+                self._follow(client)
             return status
         except UserError as error:
             if self._run_dir is None:

@@ -17,6 +17,7 @@ from jaxrl_sync.launch import status as status_module
 from jaxrl_sync.launch.fleet import fleet_text, merge_edges
 from jaxrl_sync.launch.status import Looker, describe, show
 from jaxrl_sync.transfer import HubClient, Version, auth
+from jaxrl_sync.transfer.hub.server import Routes
 from tests.transfer.models import Rig, ServerThread, take, trainer_params, until
 
 V1, V3 = {"lineage": "abcdefabcdefabcdef", "number": 1}, {"lineage": "abcdefabcdefabcdef", "number": 3}
@@ -161,6 +162,19 @@ def test_a_fleet_is_shown_by_its_hub(
         found = json.loads(capsys.readouterr().out)
         assert found["hub"]["newest"]["policy"]["version"] == {"lineage": "a", "number": 4}
         assert found["hub"]["leases"].keys() == {"publisher trainer.0", "subscriber engine-0.0"}
+
+
+def test_a_hub_without_a_trace_is_shown_all_the_same(
+    token_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = Routes.table
+    monkeypatch.setattr(Routes, "table", lambda self: [r for r in table(self) if r.path != "/v1/trace"])
+    old = ServerThread(token_file)
+    try:
+        assert main(["status", "--hub", old.url, "--token-file", str(token_file)]) == 0
+    finally:
+        old.close()
+    assert capsys.readouterr().out == "hub: nobody is registered\n"
 
 
 def test_watching_goes_on_over_a_restart_of_the_hub(

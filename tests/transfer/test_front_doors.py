@@ -398,6 +398,15 @@ def test_the_run_s_certificate_is_private_kept_and_no_authority(tmp_path: Path, 
         own.context()
 
 
+@pytest.mark.parametrize("left", [["key.pem"], ["key.new"], ["key.pem", "cert.new"]])
+def test_who_was_killed_while_it_made_a_certificate_blocks_nobody(tmp_path: Path, left: list[str]) -> None:
+    (tmp_path / "tls").mkdir(mode=0o700)
+    for name in left:
+        (tmp_path / "tls" / name).touch(0o600)
+    tls.of_run(tmp_path).context()  # a certificate and the key that it belongs to
+    assert sorted(p.name for p in (tmp_path / "tls").iterdir()) == ["cert.pem", "key.pem"]
+
+
 def test_weights_are_published_through_a_hub_with_tls(token_file: Path, own: tls.ServerTls) -> None:
     with running_hub(token_file, tls=own) as url:
         assert url.startswith("https://") and url.endswith(f"#sha256={own.fingerprint}")

@@ -44,11 +44,6 @@ class Seal:
             return cls()
         return cls(hmac.new(bytes.fromhex(token), b"jaxrl_sync files " + channel.encode(), "sha256").digest())
 
-    @property
-    def keyed(self) -> bool:
-        """Whether it takes the token to make it."""
-        return bool(self.key)
-
     def of_object(self, data: Any) -> str:
         """32 hexadecimal digits over an object or a piece of one."""
         if self.key:

@@ -44,6 +44,7 @@ from jaxrl_sync.transfer.tls import ServerTls
 MAX_BODY_BYTES = 4 << 20
 MAX_BLOB_BYTES = 256 << 20
 MAX_BLOBS_BYTES = 1 << 30
+MAX_BLOBS = 1 << 16
 MAX_POLL_S = 30.0
 BODY_TIMEOUT_S = 20.0
 TICK_S = 0.5
@@ -126,9 +127,9 @@ class Hub:
         return render(families(self.state, self.trace, **clocks, refused=counts, blobs_bytes=blobs_bytes))
 
     def put_blob(self, data: bytes) -> None:
-        """Keep a blob under its sha256; the oldest go when the total exceeds ``MAX_BLOBS_BYTES``."""
+        """Keep a blob under its sha256; the oldest go when there are too many, or bytes of them."""
         self.blobs[hashlib.sha256(data).hexdigest()] = data
-        while sum(map(len, self.blobs.values())) > MAX_BLOBS_BYTES:
+        while len(self.blobs) > MAX_BLOBS or sum(map(len, self.blobs.values())) > MAX_BLOBS_BYTES:
             self.blobs.pop(next(iter(self.blobs)))
 
 
