@@ -291,7 +291,7 @@ class Inbound:
         """Why the sender ended the round, where it still said so."""
         end = time.monotonic() + LAST_WORDS_S
         try:
-            while self._connection.wait_readable(end - time.monotonic()):
+            while (left_s := end - time.monotonic()) > 0 and self._connection.wait_readable(left_s):
                 message, _ = self._connection.recv(LAST_WORDS_S)
                 if message.get("kind") == "failed":
                     return f"{self.peer} gave up: {message.get('reason')}"
@@ -308,6 +308,8 @@ class Inbound:
             if message.get("kind") != "part":
                 return message
             arrived(numbered(message.get("paths"), self._opening.paths))
+            if time.monotonic() > taking.deadline:  # however much there is to read
+                raise DeadlineError(f"{self.peer} was still telling parts when the round ended")
 
     def _receive_frame(self, nbytes: object, deadline: float) -> bytearray:
         """A frame of so many bytes; none needs more than positions and values of every element."""
