@@ -11,7 +11,6 @@ import collections
 import dataclasses
 import functools
 import logging
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -24,6 +23,7 @@ from jax.sharding import Mesh
 from jaxrl_sync.inference import scheduler
 from jaxrl_sync.inference.acceptance import check_request, mismatch
 from jaxrl_sync.inference.config import EngineConfig
+from jaxrl_sync.inference.engine_stats import count_step, engine_stats
 from jaxrl_sync.inference.errors import (
     EngineError,
     NotServingError,
@@ -83,7 +83,7 @@ class Engine:
         self._standing: list[Future[EngineState]] = []
         self._deliveries: list[Callable[[], None]] = []
         self._poisoned: str | None = None
-        self._draining = self._closed = False
+        self._closed = self._leaving = False
         self._decode_s: collections.deque[float] = collections.deque(maxlen=512)
         self._counts: collections.Counter[str] = collections.Counter()
         if params is not None:
@@ -176,7 +176,8 @@ class Engine:
     def hold(self, version: Version, seconds: float) -> None:
         """See ``front.EngineFront.hold``."""
         with self._wake:
-            serving = None if self._swapping or self._state.asleep else self._state.version
+            ends = self._swapping or self._leaving or self._state.asleep
+            serving = None if ends else self._state.version
             if serving != version or self._poisoned is not None:
                 raise VersionMismatchError(f"hold of {version}: the engine serves {serving}")
             self._state = dataclasses.replace(self._state, held_until_s=self._clock() + seconds)
@@ -187,6 +188,26 @@ class Engine:
             self._state = dataclasses.replace(self._state, held_until_s=-np.inf)
             self._wake.notify_all()
 
+    def refuse_pins(self) -> bool:
+        """Take no pin or hold of the serving version before the next swap or ``go_on``; False, and nothing
+        done, while it is ``tied``."""
+        with self._wake:
+            self._leaving = self._leaving or not self.tied
+            return self._leaving
+
+    def stand(self) -> Future[EngineState]:
+        """Admit and decode nothing before the next swap or ``go_on``; the future ends once no step runs. For
+        an engine that has refused pins."""
+        with self._wake:
+            self._state = scheduler.asleep(self._state, lost_cache=False)
+            return self._mode(scheduler.End(frozenset(), "abort"))
+
+    def go_on(self) -> None:
+        """End ``refuse_pins`` and ``stand`` without a swap."""
+        with self._wake:
+            self._leaving, self._state = False, dataclasses.replace(self._state, asleep=False)
+            self._wake.notify_all()
+
     def poison(self, reason: str) -> None:
         """See ``front.EngineFront.poison``."""
         with self._wake:
@@ -194,30 +215,11 @@ class Engine:
             self._fail_groups(PoisonedError(f"engine is poisoned: {reason}"))
             self._post(scheduler.EndAll("error"))
 
-    def drain(self) -> None:
-        """Refuse new requests; those at hand go on."""
-        self._draining = True
-
     def stats(self) -> EngineStats:
         """See ``front.EngineFront.stats``."""
         with self._wake:
-            state = self._state
-            return EngineStats(
-                state=self.state,
-                version=state.version,
-                running=state.running,
-                waiting=sum(w.group.request.n - w.first for w in state.waiting),
-                slots=self._config.slots,
-                steps=state.steps,
-                dispatches=state.dispatches,
-                prefills=self._counts["prefills"],
-                tokens_generated=self._counts["tokens"],
-                samples_finished=self._counts["samples"],
-                decode_step_s_median=statistics.median(self._decode_s) if self._decode_s else 0.0,
-                swaps=self._counts["swaps"],
-                mixed_version_steps=self._counts["mixed"],
-                poison_reason=self._poisoned,
-            )
+            counted = self._config.slots, self._counts, self._decode_s
+            return engine_stats(self.state, self._state, *counted, self._poisoned)
 
     def close(self) -> None:
         """Fail what is pending and refuse everything after; call it when ``run`` has returned."""
@@ -326,6 +328,8 @@ class Engine:
                 cause = error.__cause__
                 self._fail(self._swap.future, cause if isinstance(cause, Exception) else error)
                 self._swap = None
+        if not self._runner.has_weights and (plan.steps or plan.prefills):  # it slept, and can't go on
+            raise error
         return self._runner.execute(dataclasses.replace(plan, swap=None, warm_up=False))
 
     def _take(self, version: Version) -> Any:
@@ -354,36 +358,28 @@ class Engine:
             if uid in self._groups:
                 self._groups[uid].prefill_s = output.prefill_s
         version = output.swapped or self._state.version
-        self._count(plan, output)
+        count_step(self._counts, self._decode_s, plan, output)
         before = self._state
         self._state, finished = scheduler.commit(before, plan, output, version)
         if output.swapped is not None:
-            self._warm_up_pending, self._poisoned = False, None
+            self._warm_up_pending, self._poisoned, self._leaving = False, None, False
             self._report_swap(output, before.steps)
         if output.steps and version is not None:
             self._ledger.append(output, version)
         self._stream(before, output, finished)
         self._finish(finished, streamed=True)
 
-    def _count(self, plan: StepPlan, output: StepOutput) -> None:
-        self._counts["prefills"] += len(plan.prefills)
-        self._counts["tokens"] += int(np.count_nonzero(output.tokens >= 0))
-        if output.stamps is not None and output.stamps[0] != output.stamps[1]:
-            self._counts["mixed"] += max(1, output.steps)
-        if output.steps:
-            self._decode_s.append(output.decode_s / output.steps)
-
     # Under the lock. Futures and callbacks wait in ``_deliveries`` until it is released.
 
     def _check_serving(self, request: Request) -> None:
         """Raise unless a request may enter now."""
-        if self._closed or self._draining:
-            raise NotServingError("engine is closed" if self._closed else "engine is draining")
+        if self._closed:
+            raise NotServingError("engine is closed")
         if self._poisoned is not None:
             raise PoisonedError(f"engine is poisoned: {self._poisoned}")
         if self._state.version is None:
             raise NotServingError("engine has no version of the weights yet")
-        asleep = self._state.asleep
+        asleep = self._state.asleep or self._leaving
         if request.version is not None and (asleep or request.version != self._state.version):
             raise mismatch(request, self._state.version, asleep=asleep)
         if request.request_id in self._uids:

@@ -86,6 +86,11 @@ class Runner:
         _check_tree(tree, self.target)
         self._params = tree
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether there is a version to execute plans with."""
+        return self._params is not None
+
     def sleep(self, *, release_cache: bool) -> int:
         """Let go of the weights, and of cache and slot state if told so; bytes of this process's memory that
         were freed. The next swap in a plan ends it."""

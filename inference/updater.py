@@ -60,6 +60,12 @@ class Swappable(Protocol):
 
     def poison(self, reason: str) -> None: ...
 
+    def refuse_pins(self) -> bool: ...
+
+    def stand(self) -> Future[EngineState]: ...
+
+    def go_on(self) -> None: ...
+
     def request_swap(
         self, version: Version, take: Callable[[], Any], timeout_s: float = ...
     ) -> Future[SwapReport]: ...
@@ -101,7 +107,7 @@ class Updater:
         self._requests: queue.SimpleQueue[_Request | None]
         self._requests = queue.SimpleQueue()
         self._held: tuple[AnyUpdate, Prepared] | None = None
-        self._overwriting = False
+        self._overwriting = self._paused = False
         self._closing = threading.Event()
         self.ready = threading.Event()
         self.error: BaseException | None = None
@@ -169,7 +175,7 @@ class Updater:
 
     def _take_newest(self) -> None:
         """Policy auto: take what is on offer, then answer those who asked for it."""
-        if self._subscriber.poll(_POLL_S) is not None:
+        if self._held is not None or self._subscriber.poll(_POLL_S) is not None:  # what is held isn't offered
             try:
                 deadline = time.monotonic() + AUTO_TIMEOUT_S
                 self._unreported = self._take(None, deadline, self._auto_mode)
@@ -213,10 +219,21 @@ class Updater:
             yield
             return
         try:
+            self._end_pins(deadline)
             self._wait(self._engine.pause(mode), deadline, f"samples still run, pause mode {mode}")
             yield
         finally:
+            self._engine.go_on()
             self._engine.resume()
+
+    def _end_pins(self, deadline: float) -> None:
+        """What needs the serving version ends before anything is paused, which would keep it from ending."""
+        while not self._engine.refuse_pins():
+            if self._closing.is_set():
+                raise NotServingError("the engine is closing")
+            if time.monotonic() > deadline:
+                raise SwapTimeoutError("the serving version is pinned or held")
+            time.sleep(_OLD_OFFER_S)
 
     @contextlib.contextmanager
     def _going_on_afterwards(self) -> Iterator[None]:
@@ -227,16 +244,23 @@ class Updater:
             if self._overwriting:
                 if getattr(self._subscriber, "poisoned", False):
                     self._engine.poison("a version was written over the serving one and not swapped in")
-                self._overwriting = False
+                self._engine.go_on()
+            if self._paused:
                 self._engine.resume()
+            self._overwriting = self._paused = False
 
     def _stand_still_for(self, update: AnyUpdate, mode: PauseMode, timeout_s: float) -> None:
-        """No step may run while the memory that it reads is overwritten."""
-        if not getattr(update, "in_place", False) or self._overwriting or self._engine.state != "ready":
+        """No step may run while the memory that it reads is overwritten, whoever pauses or resumes."""
+        state = self._engine.state
+        if not getattr(update, "in_place", False) or self._overwriting or state not in ("ready", "paused"):
             return
-        paused = self._engine.pause(mode)
-        self._overwriting = True
-        self._wait(paused, time.monotonic() + timeout_s, f"samples still run, pause mode {mode}")
+        deadline, self._overwriting = time.monotonic() + timeout_s, True
+        self._end_pins(deadline)
+        what = f"samples still run, pause mode {mode}"
+        if mode != "keep" and state == "ready":
+            self._paused = True
+            self._wait(self._engine.pause(mode), deadline, what)
+        self._wait(self._engine.stand(), deadline, what)
 
     def _wait(self, future: Future[T], deadline: float = math.inf, what: str = "") -> T:
         """What the engine says; the engine's own deadline ends the wait, or ours, or our closing."""

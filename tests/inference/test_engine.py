@@ -273,15 +273,6 @@ def test_an_engine_without_weights_refuses_and_a_closed_one_fails_what_waits() -
         engine.submit(ask())
 
 
-def test_a_draining_engine_ends_what_it_has(engine: Engine) -> None:
-    with make_engine(SMALL) as engine:
-        handle = engine.submit(ask())
-        engine.drain()
-        with pytest.raises(NotServingError, match="draining"):
-            engine.submit(ask("b"))
-        assert len(run_until(engine, [handle])[0].samples[0].tokens) == 6
-
-
 @pytest.mark.invariant(32)
 def test_a_poisoned_engine_refuses_until_the_next_version() -> None:
     with make_engine(SMALL) as engine:

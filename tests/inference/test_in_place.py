@@ -69,6 +69,12 @@ def test_versions_that_overwrite_the_serving_one_are_whole_or_refused(
         assert {s.finish_reason for s in running.result(30).samples} == {"length"}  # they went on
         check(engine, 1)
 
+        pinned = engine.submit(ask("pinned", PROMPT, n=4, max_tokens=24, version=Version("a", 1)))
+        publisher.publish(params_of(4), Version("a", 2))
+        assert updater.swap(Version("a", 2), 30.0).result(40)["number"] == 2
+        assert {v for s in pinned.result(30).samples for v in s.versions} == {1}, "not frozen, not poisoned"
+        check(engine, 4)
+
         real = ShmSender._copy
 
         def breaks(sender: Any, *args: Any) -> None:
@@ -77,13 +83,13 @@ def test_versions_that_overwrite_the_serving_one_are_whole_or_refused(
 
         with monkeypatch.context() as patched:
             patched.setattr(ShmSender, "_copy", breaks)
-            publisher.publish(params_of(2), Version("a", 2))
+            publisher.publish(params_of(2), Version("a", 3))
             with pytest.raises(SwapTimeoutError):
-                updater.swap(Version("a", 2), 1.0).result(20)
-        assert engine.stats().state == "poisoned" and engine.version == Version("a", 1)
+                updater.swap(Version("a", 3), 1.0).result(20)
+        assert engine.stats().state == "poisoned" and engine.version == Version("a", 2)
         with pytest.raises(PoisonedError, match="written over the serving one"):
             engine.submit(ask("refused", PROMPT))
-        assert updater.swap(Version("a", 2), 30.0).result(40)["number"] == 2
+        assert updater.swap(Version("a", 3), 30.0).result(40)["number"] == 3
         assert engine.stats().state == "ready"
         check(engine, 2)
         updater.close()

@@ -117,3 +117,48 @@ def test_a_pause_before_a_sleep_ends_what_runs(mode: Any) -> None:
         engine.resume()
         _wake(engine, 1, V1)
         assert set(generate(engine, ask("next"))[0].samples[0].versions) == {1}
+
+
+@pytest.mark.invariant(32)
+@pytest.mark.invariant(56)
+def test_an_engine_that_stands_decodes_nothing_whoever_resumes_and_takes_no_pins() -> None:
+    with make_engine(SMALL) as engine:
+        pinned = engine.submit(ask("pinned", version=V0))
+        assert not engine.refuse_pins(), "a pinned group needs the version"
+        run_until(engine, [pinned])
+        engine.hold(V0, 60.0)
+        assert not engine.refuse_pins()
+        engine.release()
+        running = engine.submit(ask("running", max_tokens=20))
+        engine.step()
+        assert engine.refuse_pins()
+        for late in (lambda: engine.submit(ask("late", version=V0)), lambda: engine.hold(V0, 1.0)):
+            with pytest.raises(VersionMismatchError):
+                late()
+        standing = engine.stand()
+        assert not standing.done(), "a step may still run"
+        engine.step()
+        assert standing.result(0) == "sleeping"
+        engine.resume()
+        waiting = engine.submit(ask("waiting"))
+        assert engine.step() is None, "nothing may read the weights"
+        engine.go_on()
+        results = run_until(engine, [running, waiting, engine.submit(ask("pin", version=V0))])
+        assert [len(r.samples[0].tokens) for r in results] == [20, 6, 6]
+        assert engine.refuse_pins() and engine.stand()
+        _wake(engine, 1, V1)
+        assert set(generate(engine, ask("new", version=V1))[0].samples[0].versions) == {1}
+
+
+def test_the_cause_is_named_when_a_sleeping_engine_with_samples_gets_no_weights() -> None:
+    with make_engine(SMALL) as engine:
+        engine.submit(ask("running", max_tokens=20))
+        engine.step()
+        engine.sleep(release_cache=True)
+
+        def broken() -> Any:
+            raise MemoryError("no room for the weights")
+
+        engine.request_swap(V1, broken)
+        with pytest.raises(EngineError, match="swap to test:1: no room for the weights"):
+            engine.step()

@@ -24,17 +24,18 @@ def v(number: int, lineage: str = "a") -> Version:
 
 
 class Offers:
-    """A subscriber: offers ``newest`` until it is installed; the first ``failures`` prepares fail."""
+    """A subscriber: offers ``newest`` until it is prepared; the first ``failures`` prepares fail."""
 
     def __init__(self) -> None:
         self.newest: Version | None = None
         self.installed: Version | None = None
+        self.prepared: Version | None = None
         self.in_place = self.poisoned = False
         self.failures = 0
         self.log: list[str] = []
 
     def poll(self, timeout_s: float = 0.0) -> Offered | None:
-        if self.newest is None or self.newest == self.installed:
+        if self.newest is None or self.newest in (self.installed, self.prepared):
             time.sleep(min(timeout_s, 0.01))
             return None
         return Offered(self, self.newest)
@@ -53,6 +54,7 @@ class Offered:
         if self._offers.failures:
             self._offers.failures -= 1
             raise MismatchError("bits differ")
+        self._offers.prepared = self.version
         return Prepared(self.version, 100, 0.1, 0.2, 0.3, "shm")
 
     def swap(self) -> int:
@@ -60,6 +62,7 @@ class Offered:
         return self.version.number
 
     def discard(self, reason: str) -> None:
+        self._offers.prepared = None
         self._offers.log.append(f"discard {self.version.number}")
 
 
@@ -70,7 +73,7 @@ class EngineDouble:
         self.version: Version | None = None
         self.state: EngineState = "ready"
         self.trees: list[Any] = []
-        self.pinned = self.endless = False
+        self.pinned = self.endless = self.tied = False
         self.broken: TransferError | None = None
         self.log: list[str] = []
 
@@ -84,6 +87,19 @@ class EngineDouble:
     def resume(self) -> Future[EngineState]:
         self.log.append("resume")
         return Future()
+
+    def refuse_pins(self) -> bool:
+        return not self.tied
+
+    def stand(self) -> Future[EngineState]:
+        self.log.append("stand")
+        future: Future[EngineState] = Future()
+        future.set_result("sleeping")
+        return future
+
+    def go_on(self) -> None:
+        if self.log and self.log[-1] in ("stand", "poison"):
+            self.log.append("go on")
 
     def poison(self, reason: str) -> None:
         self.log.append("poison")
@@ -238,12 +254,33 @@ def test_what_is_overwritten_in_place_serves_no_step_and_is_poisoned_unless_it_i
     rig.engine.log.clear()
     rig.offers.newest = v(1)
     assert rig.updater.swap(v(1), 10.0).result(10)["number"] == 1
-    assert rig.engine.log == ["pause keep", "swap 1", "resume"]
+    assert rig.engine.log == ["stand", "swap 1"]
     rig.engine.log.clear()
     rig.offers.newest, rig.offers.failures = v(2), 10_000
     with pytest.raises(SwapTimeoutError, match="bits differ"):
         rig.updater.swap(v(2), 0.2).result(10)
-    assert rig.engine.log == ["pause keep", "poison", "resume"]
+    assert rig.engine.log == ["stand", "poison", "go on"]
+    rig.engine.log.clear()
+    rig.offers.newest, rig.offers.failures, rig.engine.state = v(3), 0, "paused"
+    assert rig.updater.swap(v(3), 10.0, "abort").result(10)["number"] == 3
+    assert rig.engine.log == ["stand", "swap 3"], "a pause of somebody else's stays"
+
+
+@pytest.mark.invariant(33)
+@pytest.mark.parametrize(("in_place", "mode"), [(True, "keep"), (True, "abort"), (False, "wait")])
+def test_nothing_is_paused_or_overwritten_while_the_serving_version_is_pinned(
+    rig: Rig, in_place: bool, mode: PauseMode
+) -> None:
+    rig.first()
+    rig.offers.in_place, rig.engine.tied = in_place, True
+    rig.engine.log.clear()
+    rig.offers.newest = v(1)
+    with pytest.raises(SwapTimeoutError, match="the serving version is pinned or held"):
+        rig.updater.swap(v(1), 0.2, mode).result(20)
+    assert not {"stand", "poison", f"pause {mode}"} & set(rig.engine.log)
+    assert ("prepare 1" in rig.offers.log) != in_place
+    rig.engine.tied = False
+    assert rig.updater.swap(v(1), 5, mode).result(20)["number"] == 1
 
 
 def test_what_could_not_be_swapped_in_is_prepared_again(rig: Rig) -> None:
@@ -276,6 +313,22 @@ def test_policy_auto_takes_what_comes() -> None:
     told = rig.updater.swap(v(2), 5).result(20)
     assert told["number"] == 2 and told["pause_s"] == 0.25, "who asks first gets its report"
     assert rig.updater.swap(v(2), 5).result(20)["pause_s"] == 0.0
+    rig.updater.close()
+
+
+def test_policy_auto_tries_again_what_pins_have_kept_from_being_swapped_in() -> None:
+    rig = Rig("auto")
+    rig.first(0)
+    rig.engine.pinned, rig.offers.newest = True, v(1)
+    deadline = time.monotonic() + 20
+    while rig.updater.prepared is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.1)  # some attempts fail
+    rig.engine.pinned = False
+    while rig.engine.version != v(1):
+        assert time.monotonic() < deadline, "nothing was tried until the next version"
+        time.sleep(0.01)
     rig.updater.close()
 
 
