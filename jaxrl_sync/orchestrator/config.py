@@ -85,6 +85,7 @@ class LoopConfig:
     group_timeout_s: float = 120.0
     swap_timeout_s: float = 60.0
     step_timeout_s: float = 180.0
+    """How long a batch may wait for its acknowledgement, a colocated engine's turn before it included."""
     start_timeout_s: float = 240.0
     engine_wait_s: float = 120.0
     """How long the loop goes on without a single engine that serves."""
@@ -158,7 +159,7 @@ def loop_config(run: RunConfig) -> LoopConfig:
         pause_mode=run.sync.pause_mode,
         group_timeout_s=loop.group_timeout_s,
         swap_timeout_s=loop.swap_timeout_s,
-        step_timeout_s=loop.step_timeout_s,
+        step_timeout_s=loop.step_timeout_s + _turn_s(run),
         start_timeout_s=run.run.start_timeout_s,
         keep_batches=run.run.keep_batches,
         sampling=train,
@@ -172,3 +173,11 @@ def loop_config(run: RunConfig) -> LoopConfig:
             sampling=dataclasses.replace(train, temperature=run.eval.temperature),
         ),
     )
+
+
+def _turn_s(run: RunConfig) -> float:
+    """How long a batch may wait until an engine in the trainer's processes has ended what it must: an
+    evaluation that holds its version, then what ``sync.pause_mode`` lets end."""
+    if run.engine.placement == "disaggregated":
+        return 0.0
+    return run.eval.timeout_s + (run.loop.group_timeout_s if run.sync.pause_mode == "wait" else 0.0)

@@ -179,8 +179,8 @@ class EvalSink:
     async def _evaluate(self, trigger: int) -> None:
         for _ in range(_MAX_RESTARTS + 1):
             run = await self._reserve(trigger)
-            await self._pin(self._pins.pin, run.version)
             try:
+                await self._pin(self._pins.pin, run.version)
                 await self._play(run)
             finally:
                 self._release(run)
@@ -195,6 +195,7 @@ class EvalSink:
         """Wait for engines that hold one version from ``trigger`` on, and keep them there."""
         deadline = time.monotonic() + self._config.eval.timeout_s
         while True:
+            await self.settle()
             run = await self._find(trigger)
             await asyncio.gather(*(self._hold(run, e) for e in run.engines if e.moves_itself))
             if run.engines or time.monotonic() > deadline:
@@ -232,13 +233,21 @@ class EvalSink:
         self._run = run
         return run
 
+    async def settle(self) -> None:
+        """Return once every engine was told that its hold is over, or did not answer in time: what arrives
+        after the next hold would end that one."""
+        if self._releases:
+            await asyncio.wait(self._releases)
+
     async def _hold(self, run: _Run, engine: Engine) -> None:
         """An engine that has moved on meanwhile, or does not answer, plays no part in this evaluation."""
         try:
             await self._client.hold(engine, run.version, self._config.eval.timeout_s, _HOLD_S)
-        except (EngineGoneError, EngineRefusedError):
+        except (EngineGoneError, EngineRefusedError) as error:
             run.engines.remove(engine)
             engine.reserved = None
+            if isinstance(error, EngineGoneError) and not error.refused:
+                self._free(engine)  # it may hold all the same
 
     async def _let_go(self, engine: Engine) -> None:
         with contextlib.suppress(EngineGoneError, EngineRefusedError):  # its hold runs out by itself
@@ -305,11 +314,15 @@ class EvalSink:
             if engine.reserved is run:
                 engine.reserved = None
             if engine.moves_itself and engine.state != "gone":
-                task = asyncio.create_task(self._let_go(engine))
-                self._releases.add(task)
-                task.add_done_callback(self._releases.discard)
+                self._free(engine)
         self._run = None
         self._signal.notify()
+
+    def _free(self, engine: Engine) -> None:
+        """End a hold in the background."""
+        task = asyncio.create_task(self._let_go(engine))
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
 
     def _result(self, run: _Run) -> EvalResult:
         rewards = [r for item in sorted(run.rewards) for r in run.rewards[item]]

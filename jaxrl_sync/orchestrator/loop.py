@@ -29,7 +29,7 @@ from jaxrl_sync.orchestrator.config import LoopConfig
 from jaxrl_sync.orchestrator.dispatcher import RolloutDispatcher
 from jaxrl_sync.orchestrator.engines import EngineClient, EngineSet
 from jaxrl_sync.orchestrator.errors import InterruptedRunError, LoopError
-from jaxrl_sync.orchestrator.eval_sink import EvalResult, EvalSink
+from jaxrl_sync.orchestrator.eval_sink import EvalResult, EvalSink, Pins
 from jaxrl_sync.orchestrator.logger import PeriodicLogger, rss_bytes
 from jaxrl_sync.orchestrator.play import Player
 from jaxrl_sync.orchestrator.policy import Policy
@@ -56,6 +56,7 @@ class Parts:
     mixture: Mixture
     task_seed: int
     hub: Directory
+    pins: Pins
     link: TrainerLink
     token: str
     run_dir: Path
@@ -123,7 +124,7 @@ class Loop:
             self.signal,
             self.prompts,
             self._client,
-            parts.hub,
+            parts.pins,
             self._on_eval,
             done=evals_done(self.metrics.earlier),
         )
@@ -274,6 +275,7 @@ class Loop:
     async def _close(self) -> None:
         with contextlib.suppress(LoopError):
             await self.dispatcher.close()
+        await self.eval_sink.settle()
         await self._client.close()
         self._calls.close()
         if self.round_log is not None:

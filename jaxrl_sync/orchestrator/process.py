@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from typing import Any
 
 from jaxrl_sync.config.process import ProcessContext
 from jaxrl_sync.orchestrator.config import LoopConfig, loop_config
 from jaxrl_sync.orchestrator.errors import DeadlineError
+from jaxrl_sync.orchestrator.eval_sink import Pins
 from jaxrl_sync.orchestrator.loop import Loop, Parts
 from jaxrl_sync.orchestrator.rundir import write_summary
 from jaxrl_sync.orchestrator.threads import in_thread
 from jaxrl_sync.orchestrator.trainer_link import TrainerInfo, TrainerLink, TrainerWatch
 from jaxrl_sync.tasks.mixture import Mixture, make_mixture
 from jaxrl_sync.transfer.errors import PeerLost
-from jaxrl_sync.transfer.hub.client import HubClient
+from jaxrl_sync.transfer.hub.client import HubClient, Lease
 from jaxrl_sync.transfer.tls import verify_of
+from jaxrl_sync.transfer.version import Version
 
 _HELLO_S = 30.0
 _LOOK_S = 0.2
@@ -34,10 +37,28 @@ def run(context: ProcessContext) -> None:
         lease = hub.register("orchestrator", context.name, ttl_s=context.config.hub.ttl_s)
         context.announce()
         with lease:
-            asyncio.run(_run(context, config, mixture, hub))
+            asyncio.run(_run(context, config, mixture, hub, RunPins(hub, lease)))
 
 
-async def _run(context: ProcessContext, config: LoopConfig, mixture: Mixture, hub: HubClient) -> None:
+@dataclasses.dataclass(frozen=True)
+class RunPins:
+    """Pins that end with this process: nobody would end those of one that was killed."""
+
+    hub: HubClient
+    lease: Lease
+
+    def pin(self, version: Version, by: str) -> None:
+        """See ``HubClient.pin``; the pin is the lease's."""
+        self.hub.pin(version, by, lease=self.lease)
+
+    def unpin(self, version: Version, by: str) -> None:
+        """See ``HubClient.unpin``."""
+        self.hub.unpin(version, by)
+
+
+async def _run(
+    context: ProcessContext, config: LoopConfig, mixture: Mixture, hub: HubClient, pins: Pins
+) -> None:
     timeline = context.open_timeline()
     link: TrainerLink | None = None
     try:
@@ -49,6 +70,7 @@ async def _run(context: ProcessContext, config: LoopConfig, mixture: Mixture, hu
             mixture=mixture,
             task_seed=context.config.task.seed,
             hub=hub,
+            pins=pins,
             link=link,
             token=hub.token,
             trace=hub.trace,

@@ -47,6 +47,7 @@ class EngineBehaviour:
     hang: Callable[[dict[str, Any]], bool] = lambda body: False
     finish: Callable[[dict[str, Any], int], str] = lambda body, index: "stop"
     swap_status: int = 0
+    release_s: float = 0.0
     moves_itself: bool = False
     """Takes every version it sees at the hub, unless one is held (``sync.initiator = "pull"``)."""
     extras: dict[str, Callable[[int], float | int]] = dataclasses.field(default_factory=dict)
@@ -222,10 +223,13 @@ class EngineDouble:
         if self.version != wanted:
             return JSONResponse({"error": f"serves {self.version}"}, 409)
         self.held = wanted
+        self.log.append((time.monotonic(), "held", wanted.number))
         return JSONResponse({"held": True})
 
     async def _release(self, request: Request) -> Response:
+        await asyncio.sleep(self.behaviour.release_s)
         self.held = None
+        self.log.append((time.monotonic(), "released", None))
         return JSONResponse({"held": False})
 
     def _swapped(self) -> Response:

@@ -12,8 +12,9 @@ from jaxrl_sync.config.errors import ConfigError
 from jaxrl_sync.config.load import validate
 from jaxrl_sync.config.modes import check_mode
 from jaxrl_sync.orchestrator import process
+from jaxrl_sync.orchestrator.config import loop_config
 from jaxrl_sync.transfer.errors import TransferError
-from jaxrl_sync.transfer.hub.client import HubClient
+from jaxrl_sync.transfer.hub.client import HubClient, Lease
 from jaxrl_sync.transfer.version import Version
 
 from .harness import Running, context, world
@@ -126,6 +127,17 @@ def test_a_pulling_engine_holds_the_version_that_it_is_evaluated_on(tmp_path: Pa
         assert running.summary["flow"]["eval"]["errored"] == 0, "no pinned request found another version"
 
 
+def test_the_end_of_one_evaluation_never_ends_the_hold_of_the_next(tmp_path: Path) -> None:
+    with world(tmp_path, engines=1, train_s=0.05, moves_itself=True) as (url, engines, trainer):
+        engines[0].behaviour.eval_s, engines[0].behaviour.release_s = 0.2, 0.3
+        running = Running(_case(tmp_path, url, "async", 2, run={"steps": 8}, eval={"every_steps": 1}))
+        running.join(60)
+        holds = [kind for _, kind, _ in engines[0].log if kind in ("held", "released")]
+        evals = len(running.rows("eval"))
+        assert evals >= 3 and holds == ["held", "released"] * evals, "and the last one is ended too"
+        assert running.summary["flow"]["eval"]["errored"] == 0
+
+
 def test_a_slow_engine_skips_versions_and_the_bound_holds(tmp_path: Path) -> None:
     with world(tmp_path, train_s=0.05) as (url, engines, trainer):
         engines[1].behaviour.swap_s = 0.4
@@ -144,8 +156,9 @@ def test_an_evaluated_version_is_pinned_at_the_hub_until_its_evaluation_is_over(
     calls: list[tuple[str, int]] = []
 
     class Pinning(HubClient):
-        def pin(self, version: Version, by: str, *_: Any, **__: Any) -> None:
+        def pin(self, version: Version, by: str, *_: Any, lease: Lease | None = None, **__: Any) -> None:
             calls.append((f"pin {by}", version.number))
+            assert lease is not None and not lease.lost.is_set(), "it ends with the orchestrator"
             if version.number == 6:
                 raise TransferError("nobody holds it")
 
@@ -219,6 +232,17 @@ CONFLICTS: list[tuple[dict[str, Any], str]] = [
         r"eval.pin=true needs a trainer that keeps versions .* found engine.placement='colocated'",
     ),
 ]
+
+
+@pytest.mark.parametrize(("mode", "turn_s"), [("keep", 20.0), ("wait", 30.0)])
+def test_a_batch_may_wait_for_what_a_colocated_engine_must_end(
+    tmp_path: Path, mode: str, turn_s: float
+) -> None:
+    waits = [
+        loop_config(context(tmp_path, "", engine={"placement": p}, sync={"pause_mode": mode}).config)
+        for p in ("disaggregated", "colocated")
+    ]
+    assert waits[1].step_timeout_s - waits[0].step_timeout_s == turn_s
 
 
 @pytest.mark.parametrize(("sections", "message"), CONFLICTS)
