@@ -117,6 +117,17 @@ def test_publishing_a_label_aborts_no_round() -> None:
     assert state.rounds[first["round"]].state == "open"
 
 
+def test_a_replaced_process_that_wakes_up_late_does_not_come_back() -> None:
+    state = run(HubState("e"), join(PUB, incarnation="old"))
+    state = run(state, machine.Tick(), now=11.0)  # it stands still, its lease runs out
+    state = run(state, join(PUB, incarnation="new"), announce(B0, incarnation="new"), now=12.0)
+    after, outcome = machine.step(state, join(PUB, incarnation="old"), 13.0)  # it was told so, and wakes up
+    assert isinstance(outcome, machine.Refused) and outcome.code == "replaced"
+    assert after.members[PUB].incarnation == "new"
+    state = run(state, machine.Tick(), now=30.0)
+    run(state, join(PUB, incarnation="new"), now=31.0)  # who wasn't replaced may
+
+
 def test_dead_or_replaced_members_end_their_rounds() -> None:
     state = run(HubState("e"), join(PUB), join(sub("x")), announce(A1))
     first = offer(state, sub("x"))

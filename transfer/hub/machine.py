@@ -81,6 +81,8 @@ MAX_PINS = 4096
 KEPT_HELD = 8
 """Versions that a publisher is believed to hold which never says what it holds."""
 KEPT_DEAD = 64
+KEPT_REPLACED = 8
+"""Incarnations of one member that are known to be replaced: one that stood still may come back late."""
 _ORDER: tuple[RankState, ...] = ("offered", "begun", "prepared", "installed")
 
 
@@ -160,6 +162,8 @@ def _apply(state: HubState, event: Event, now: float) -> tuple[HubState, Done | 
 
 def _register(state: HubState, event: Register, now: float) -> tuple[HubState, Done | Refused]:
     key, old = event.key, state.members.get(event.key)
+    if event.incarnation in state.replaced.get(key, ()):
+        return state, Refused("replaced", f"{key} was replaced by another process")
     expires, sequence = now + event.ttl_s, event.sequence
     member = Member(key, event.size, event.incarnation, event.info, event.ttl_s, expires, sequence)
     same = old is not None and old.incarnation == event.incarnation
@@ -169,7 +173,10 @@ def _register(state: HubState, event: Register, now: float) -> tuple[HubState, D
     log: tuple[str, ...] = ()
     if not same:
         log = (f"{key} joined" + (", replacing another process" if old else ""),)
+        before = old.incarnation if old else state.dead.get(key, event.incarnation)
         state = _without(state, [key])
+        if before != event.incarnation:
+            state = _replaced(state, key, before)
         if state.dead.get(key) != event.incarnation:  # another process: nothing late of it can come
             state = _forgotten(state, [key])
         state = dataclasses.replace(state, dead={k: i for k, i in state.dead.items() if k != key})
@@ -178,6 +185,13 @@ def _register(state: HubState, event: Register, now: float) -> tuple[HubState, D
         state = dataclasses.replace(state, installed={**state.installed, key: event.installed})
         state = outcomes.resolve(state, key, event.incarnation, event.installed)
     return state, Done(log, {"joined": not same})
+
+
+def _replaced(state: HubState, key: MemberKey, incarnation: str) -> HubState:
+    """Note that a process was replaced. It may hear late that its lease had run out, and would register again."""
+    known = (*state.replaced.get(key, ()), incarnation)[-KEPT_REPLACED:]
+    others = {k: r for k, r in state.replaced.items() if k != key}
+    return dataclasses.replace(state, replaced={**dict(list(others.items())[-KEPT_DEAD:]), key: known})
 
 
 # What is published, and who holds it.

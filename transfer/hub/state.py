@@ -164,7 +164,8 @@ class HubState:
     ``holdings`` is what publisher ranks told that they hold (and what a relay withdrew), ``told`` the number
     of the last such message. ``installed`` is what subscriber ranks serve, ``installed_in`` the number of the
     round that brought it. ``pins`` maps a version to who wants it kept: a name -> the member with whose lease
-    the pin ends, or None. ``dead`` remembers members whose lease ran out.
+    the pin ends, or None. ``dead`` remembers members whose lease ran out, ``replaced`` those whose place another
+    process took: they never come back.
     """
 
     epoch: str
@@ -177,6 +178,7 @@ class HubState:
     installed_in: dict[MemberKey, int] = dataclasses.field(default_factory=dict)
     pins: dict[Tag, dict[str, tuple[MemberKey, str] | None]] = dataclasses.field(default_factory=dict)
     dead: dict[MemberKey, str] = dataclasses.field(default_factory=dict)
+    replaced: dict[MemberKey, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     rounds: dict[str, Round] = dataclasses.field(default_factory=dict)
     closed: dict[str, Round] = dataclasses.field(default_factory=dict)
     next_round: int = 1
