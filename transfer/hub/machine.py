@@ -188,7 +188,7 @@ def _register(state: HubState, event: Register, now: float) -> tuple[HubState, D
 
 
 def _replaced(state: HubState, key: MemberKey, incarnation: str) -> HubState:
-    """Note that a process was replaced. It may hear late that its lease had run out, and would register again."""
+    """Note that a process was replaced: it may hear late that its lease ran out, and register again."""
     known = (*state.replaced.get(key, ()), incarnation)[-KEPT_REPLACED:]
     others = {k: r for k, r in state.replaced.items() if k != key}
     return dataclasses.replace(state, replaced={**dict(list(others.items())[-KEPT_DEAD:]), key: known})

@@ -164,8 +164,8 @@ class HubState:
     ``holdings`` is what publisher ranks told that they hold (and what a relay withdrew), ``told`` the number
     of the last such message. ``installed`` is what subscriber ranks serve, ``installed_in`` the number of the
     round that brought it. ``pins`` maps a version to who wants it kept: a name -> the member with whose lease
-    the pin ends, or None. ``dead`` remembers members whose lease ran out, ``replaced`` those whose place another
-    process took: they never come back.
+    the pin ends, or None. ``dead`` remembers members whose lease ran out, ``replaced`` those whose place
+    another process took: they never come back.
     """
 
     epoch: str
