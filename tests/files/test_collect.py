@@ -16,6 +16,8 @@ from jaxrl_sync.transfer.files.channel import Channel
 from jaxrl_sync.transfer.files.config import Trust
 from jaxrl_sync.transfer.files.errors import NoVersion
 from jaxrl_sync.transfer.files.image import Image
+from jaxrl_sync.transfer.files.manifest import Manifest
+from jaxrl_sync.transfer.files.replay import verify
 from jaxrl_sync.transfer.version import Version
 from tests.files.channels import holds, names, reader, write, writer
 
@@ -121,6 +123,25 @@ def test_nonsense_in_a_lease_and_a_folder_that_can_not_be_removed_end_neither_wr
         assert publisher.drain(10) and publisher.stats()["failed"] == 0
         assert numbers(path) == [3]
         assert [n[:12] for n in names(path, "anchors")] == [f"{n:012d}" for n in (0, 3)]
+
+
+def test_what_is_collected_while_all_is_verified_is_not_called_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, hold, late = tmp_path / "c", leases.ReaderLease.hold, list[int]()
+    with writer(path, keep=1, anchor_every=2) as publisher, Channel.open(path, Trust()) as channel:
+        write(publisher, 0, 1)
+
+        def too_late(self: leases.ReaderLease, manifests: list[Manifest]) -> None:
+            late.append(len(manifests))
+            write(publisher, 2)
+            assert publisher.drain(10)
+            hold(self, manifests)
+
+        monkeypatch.setattr(leases.ReaderLease, "hold", too_late)
+        assert list(verify(channel)) == [] and late == [2]
+        monkeypatch.undo()
+        assert [(v.version.number, v.wrong) for v in verify(channel)] == [(2, None)]
 
 
 def test_a_lease_is_kept_alive_by_a_thread(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxrl_sync.transfer.errors import TransferError
 from jaxrl_sync.transfer.files import anchors
-from jaxrl_sync.transfer.files.chains import Chain
+from jaxrl_sync.transfer.files.chains import Chain, cheapest
 from jaxrl_sync.transfer.files.channel import Channel
 from jaxrl_sync.transfer.files.errors import ChannelError, NoVersion
 from jaxrl_sync.transfer.files.folder import Folder, as_channel_error
@@ -92,20 +92,25 @@ def verify(channel: Channel) -> Iterator[Verified]:
     with ReaderLease(channel, LEASE_TTL_S) as lease:
         everything = channel.manifests()
         lease.hold(everything)
+        left = {
+            m.version for m in channel.manifests()
+        }  # others went before the lease came
+        everything = [m for m in everything if m.version in left]
         for manifest in everything:
             ways = list[str]()
             try:
                 if manifest.schema not in images:
                     stored = channel.stored(manifest.schema)
                     images = {manifest.schema: Image(channel, stored, stored.slabs)}
-                _verify(channel, lease, images[manifest.schema], manifest, ways)
+                _verify(images[manifest.schema], manifest, everything, ways)
             except (TransferError, OSError) as error:
                 yield Verified(manifest.version, tuple(ways), f"{type(error).__name__}: {error}")
             else:
                 yield Verified(manifest.version, tuple(ways), None)
 
 
-def _verify(channel: Channel, lease: ReaderLease, image: Image, manifest: Manifest, ways: list[str]) -> None:
+def _verify(image: Image, manifest: Manifest, everything: list[Manifest], ways: list[str]) -> None:
+    """By whatever leads to it, all of which is leased."""
     if manifest.base is not None and manifest.base == image.version:
         bring(image, Chain(None, (manifest,), 0), Read())
         image.verify(manifest)
@@ -115,7 +120,6 @@ def _verify(channel: Channel, lease: ReaderLease, image: Image, manifest: Manife
         image.verify(manifest)
         ways.append("anchor")
     if not ways:
-        _, chain = leased_chain(channel, lease, manifest.version, None)
-        bring(image, chain, Read())
+        bring(image, cheapest(everything, manifest.version), Read())
         image.verify(manifest)
         ways.append("chain")
