@@ -26,6 +26,7 @@ from jaxrl_sync.orchestrator.engines import Engine, EngineClient, EngineGoneErro
 from jaxrl_sync.transfer import HubClient, Version, auth, impatient, tls
 from jaxrl_sync.transfer.errors import AuthError, ResourceError
 from jaxrl_sync.transfer.guard import Guard
+from jaxrl_sync.transfer.hub import server as hub_server
 from jaxrl_sync.transfer.hub.server import run_hub
 from jaxrl_sync.transfer.rates import DEFAULT_LIMITS, Buckets, Rate, RateLimits
 from jaxrl_sync.transfer.refusals import Refusals
@@ -353,6 +354,29 @@ def test_names_that_would_forge_logs_are_refused(hub: ServerThread, token_file: 
         body = {**member, "model": name, "version": version, "bytes": 1}
         assert client.post("/v1/event/announce", json=body).status_code == 400
         assert client.get("/v1/status").json()["newest"] == {}
+
+
+def test_a_member_can_not_have_versions_and_models_remembered_without_end(
+    hub: ServerThread, token_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_server, "MAX_HOLDINGS", 20)
+    monkeypatch.setattr(hub_server, "MAX_MODELS", 5)
+    headers = auth.bearer_headers(auth.load_token(token_file))
+    me = {"role": "publisher", "name": "p", "rank": 0, "size": 1, "incarnation": "i"}
+    with httpx.Client(base_url=hub.url, headers=headers) as client:
+
+        def say(kind: str, **about: Any) -> int:
+            return client.post(f"/v1/event/{kind}", json={**me, **about}).status_code
+
+        assert say("register", info={"model": "m"}) == 200
+        versions = [{"lineage": "a", "number": n} for n in range(40)]
+        answers = [say("unpublish", model="m", version=v) for v in versions]
+        assert answers == [200] * 20 + [400] * 20
+        assert say("leave") == say("register", info={"model": "m"}) == 200  # a new life, a new account
+        tree = {"kind": "tree", "degree": 2}
+        answers = [say("announce", model=f"m{n}", version=versions[0], fanout=tree) for n in range(8)]
+        assert answers == [200] * 5 + [400] * 3
+        assert say("announce", model="m0", version=versions[1], fanout=tree) == 200
 
 
 def test_a_member_can_not_store_a_file_in_the_directory(hub: ServerThread, token_file: Path) -> None:

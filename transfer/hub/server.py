@@ -49,6 +49,8 @@ MAX_POLL_S = 30.0
 BODY_TIMEOUT_S = 20.0
 TICK_S = 0.5
 MAX_MEMBERS = 1 << 14
+MAX_HOLDINGS = 4096
+MAX_MODELS = 1024
 _HTTP = {"unknown_round": 410, "round_over": 410}  # others: 409
 
 logger = logging.getLogger("jaxrl_sync.hub")
@@ -212,13 +214,24 @@ class Routes:
         """One change of state."""
         body = await _json(request)
         event = event_of(request.path_params["kind"], body, self.hub.ttl_s)
-        members = self.hub.state.members
-        if isinstance(event, machine.Register) and len(members) >= MAX_MEMBERS and event.key not in members:
-            raise BadRequest(f"{len(members)} members are registered, no more are taken")
+        self._check_room(event)
         outcome = self.hub.apply(event)
         if isinstance(outcome, machine.Done):
             self.hub.note(event, body)
         return self._answer(outcome if isinstance(outcome, machine.Refused) else outcome.reply)
+
+    def _check_room(self, event: machine.Event) -> None:
+        """What one member, or all of them, may have the hub remember."""
+        state = self.hub.state
+        if isinstance(event, machine.Register):
+            if len(state.members) >= MAX_MEMBERS and event.key not in state.members:
+                raise BadRequest(f"{len(state.members)} members are registered, no more are taken")
+        elif isinstance(event, (machine.Announce, machine.Hold, machine.Unpublish)):
+            if len(state.holdings.get(event.key, {})) >= MAX_HOLDINGS:
+                raise BadRequest(f"{event.key} holds {MAX_HOLDINGS} versions, no more are taken")
+            models = {**state.newest, **state.fanouts}
+            if len(models) >= MAX_MODELS and event.model not in models:
+                raise BadRequest(f"{len(models)} models are known, no more are taken")
 
     async def watch(self, request: Request) -> Response:
         """Long poll of a subscriber rank: answers when publishers or its offer differ from what it knows."""
