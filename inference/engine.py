@@ -290,9 +290,10 @@ class Engine:
 
     def sleep(self, *, release_cache: bool) -> int:
         """Let go of the weights, and of the cache if told so, until the next swap; running samples go on
-        then. Returns the bytes of cache that were freed. EngineError while the engine is ``tied``."""
+        then. Returns the bytes of cache that were freed. EngineError while the engine is ``tied`` and not
+        closed."""
         with self._wake:
-            if self.tied:
+            if self.tied and not self._closed:
                 raise EngineError(f"sleep: version {self._state.version} is pinned or held")
             self._state = scheduler.asleep(self._state, lost_cache=release_cache)
         return self._runner.sleep(release_cache=release_cache)

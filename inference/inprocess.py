@@ -40,10 +40,9 @@ class InProcess:
     """
 
     def __init__(self, convert: Convert, source: Any, target: Any) -> None:
-        self._sources = leaves_by_path(source, "source")
         self._targets = leaves_by_path(target, "target")
         found = trace(convert, source, Layout.of(target))
-        self.shared = shared_tensors(found, self._sources, self._targets)
+        self.shared = shared_tensors(found, leaves_by_path(source, "source"), self._targets)
         """Target path -> the trainer tensor that it is."""
         rest = {path: x for path, x in self._targets.items() if path not in self.shared}
 

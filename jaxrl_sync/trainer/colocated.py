@@ -68,7 +68,7 @@ class Neighbour(Protocol):
         ...
 
     def leave(self) -> None:
-        """No turn comes any more: the other ranks stop too."""
+        """No turn comes any more: the other ranks stop too, and the devices are the trainer's."""
         ...
 
 
@@ -266,13 +266,15 @@ class Lead:
         return not stop.is_set()
 
     def leave(self) -> None:
-        """See ``Neighbour.leave``."""
+        """See ``Neighbour.leave``. Who waits for samples is refused at once: nobody steps any more."""
         self._arrivals.close()
         if self._lease is not None:
             self._lease.close()
+        self._engine.close()
         self._server.close(0.0)
         if self._leader is not None:
             self._leader.close()
+        self._engine.sleep(release_cache=True)
 
     def close(self) -> None:
         """End the server, the engine and the connections."""
@@ -325,6 +327,7 @@ class Follow:
 
     def leave(self) -> None:
         """Rank 0 says it to all."""
+        self._runner.sleep(release_cache=True)
 
     def close(self) -> None:
         """Leave the group."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import threading
 import time
@@ -157,7 +158,13 @@ def test_a_held_version_is_served_before_the_trainer_gets_its_turn(tmp_path: Pat
             training.join(120)
             assert client.get("/health").json()["version"]["number"] == 1
             assert client.post("/generate", json={**body, "version": version}).status_code == 409
-        assert world.stop() == [0], world.log()
+            assert client.post("/pause", json={"mode": "keep"}).json() == {"state": "paused"}
+            with concurrent.futures.ThreadPoolExecutor() as pool:
+                waiting = pool.submit(client.post, "/generate", json={**body, "request_id": "waits"})
+                while not client.get("/stats").json()["waiting"]:
+                    assert not waiting.done()
+                assert world.stop() == [0], world.log()
+                assert waiting.result(60).status_code == 503, "it is refused, not left to break"
 
 
 @pytest.mark.slow
