@@ -303,8 +303,6 @@ class Inbound:
         """The next word of the sender that isn't about parts that it has put in place."""
         while True:
             message = self._next(taking.offer, taking.deadline)
-            if message.get("kind") == "failed":
-                raise PeerLost(f"{self.peer} gave up: {message.get('reason')}")
             if message.get("kind") != "part":
                 return message
             arrived(numbered(message.get("paths"), self._opening.paths))
@@ -362,8 +360,6 @@ class Inbound:
     def sums(self, offer: Offer, deadline: float) -> Digests:
         """The sender's digests of what ``take`` brought: it computes them while we recount ours."""
         message = self._next(offer, deadline)
-        if message.get("kind") == "failed":
-            raise PeerLost(f"{self.peer} gave up: {message.get('reason')}")
         self._expect(message, "sums")
         self._told = seconds_of(message.get("seconds"))
         digests = message.get("digests")
@@ -394,6 +390,8 @@ class Inbound:
             raise ProtocolError(
                 f"{self.peer} speaks of round {message.get('round')!r}, expected {offer.round!r}"
             )
+        if message.get("kind") == "failed":
+            raise PeerLost(f"{self.peer} gave up: {message.get('reason')}")
         return message
 
     def _expect(self, message: dict[str, Any], kind: str) -> None:

@@ -27,7 +27,9 @@ from jaxrl_sync.transfer.errors import (
     ResourceError,
     TransferError,
 )
+from jaxrl_sync.transfer.inbound import Inbound
 from jaxrl_sync.transfer.memory import SharedMemory
+from jaxrl_sync.transfer.receiving import Offer
 from jaxrl_sync.transfer.verbs.errors import VerbsError
 from tests.transfer.models import (
     CONFIG,
@@ -131,6 +133,16 @@ def test_a_report_to_a_stuck_publisher_ends_the_link_and_not_the_engine(
     assert connection.closed
     publisher.publish(params, Version("a", 1))
     assert take(subscriber)[0] == Version("a", 1)
+
+
+def test_a_sender_that_gives_up_before_it_begins_is_heard_out(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    link, there = object.__new__(Inbound), wire.Connection(pair[1], "reader")
+    link.peer, link._connection = "relay-0.0", wire.Connection(pair[0], "relay")
+    there.send({"kind": "failed", "round": "r", "reason": "its own round ended"}, timeout_s=5)
+    with pytest.raises(PeerLost, match=r"relay-0\.0 gave up: its own round ended"):
+        link._next(Offer("r", Version("a", 1), "relay-0", "relay"), time.monotonic() + 5)
 
 
 def test_a_conversion_that_raises_is_told_by_poll(rig: Rig) -> None:
