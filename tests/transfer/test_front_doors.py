@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import datetime
 import ipaddress
+import json
 import logging
 import socket
 import ssl
@@ -354,6 +355,26 @@ def test_names_that_would_forge_logs_are_refused(hub: ServerThread, token_file: 
         body = {**member, "model": name, "version": version, "bytes": 1}
         assert client.post("/v1/event/announce", json=body).status_code == 400
         assert client.get("/v1/status").json()["newest"] == {}
+
+
+@pytest.mark.parametrize("value", ['"\\ud800"', "NaN", "1e999", "1" + "0" * 400, '["x\\ny"]'])
+def test_nonsense_in_any_field_is_refused_and_spoils_no_answer_to_others(
+    hub: ServerThread, token_file: Path, value: str
+) -> None:
+    headers = auth.bearer_headers(auth.load_token(token_file))
+    version = {"lineage": "a", "number": 1}
+    body = {"role": "publisher", "name": "p", "rank": 0, "size": 1, "incarnation": "i", "model": "m"}
+    body |= {"info": {"model": "m"}, "version": version, "held": [version], "round": "r", "reason": "x"}
+    with httpx.Client(base_url=hub.url, headers=headers) as client:
+        for kind in ("register", "announce", "hold", "advance", "fail", "pin"):
+            for field in (*body, "to", "by", "parts", "fanout", "sequence", "bytes", "installed"):
+                text = json.dumps({k: v for k, v in body.items() if k != field})[:-1]
+                answer = client.post(f"/v1/event/{kind}", content=f'{text}, "{field}": {value}}}')
+                assert answer.status_code < 500, (kind, field, answer.text)
+        for path in ("/v1/status", "/metrics"):
+            assert client.get(path).status_code == 200
+        for path in ("/v1/members", "/v1/newest", "/v1/preflight", "/v1/trace"):
+            assert client.post(path, json={"model": "m"}).status_code == 200, path
 
 
 def test_a_member_can_not_have_versions_and_models_remembered_without_end(

@@ -58,6 +58,10 @@ def test_what_fits_is_ok() -> None:
             "subscriber x.0: source layout that it planned with is old, expected S",
         ),
         (
+            [("publisher", "trainer", 0, 1, PUB), ("subscriber", "x", 0, 1, SUB | {"source_digest": [1]})],
+            "subscriber x.0: source layout that it planned with is [1], expected S",
+        ),
+        (
             [
                 ("publisher", "trainer", 0, 1, PUB),
                 ("subscriber", "x", 0, 1, SUB),

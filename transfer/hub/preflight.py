@@ -109,7 +109,7 @@ def _engine(
             mine, theirs = str(lead.info["correspondence"])[:12], str(info["correspondence"])[:12]
             yield Difference(who, "conversion (its correspondence)", theirs, f"{mine} as {lead.key} has")
         source = info.get("source_digest")
-        if source is not None and sources and source not in sources:
+        if source is not None and sources and str(source) not in sources:
             has = " or ".join(sorted(s[:12] for s in sources))
             yield Difference(who, "source layout that it planned with", str(source)[:12], f"{has}")
         if info.get("plan") is None:

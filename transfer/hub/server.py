@@ -191,7 +191,8 @@ class Routes:
                 response: Response = await call(request)
                 return response
             except (BadRequest, ValueError) as error:
-                return JSONResponse({"error": "bad_request", "message": str(error)}, 400)
+                message = str(error).encode("utf8", "backslashreplace").decode()  # it may quote the body
+                return JSONResponse({"error": "bad_request", "message": message}, 400)
             except ClientDisconnect:
                 logger.info("%s went away in the middle of %s", request.client, request.url.path)
                 return Response(status_code=400)
