@@ -173,6 +173,10 @@ class Leader:
         for link in self._links.values():
             link.expect_end()
             link.send("stop")
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Leave without a word: to the followers this rank has died, and so do they. Idempotent."""
         for link in self._links.values():
             link.close()
         self._links.clear()

@@ -69,6 +69,14 @@ def test_each_end_names_the_other_when_it_goes_away(pair: Pair) -> None:
     assert pair.follower_saw.get(timeout=20).startswith("engine-7 rank 0 of this engine died: ")
 
 
+def test_a_leader_that_fails_does_not_tell_its_followers_to_stop(pair: Pair) -> None:
+    pair.leader.abandon()
+    assert pair.follower_saw.get(timeout=20).startswith("engine-7 rank 0 of this engine died: ")
+    assert pair.follower.next_order(0.0) is None
+    pair.leader.close()
+    assert pair.leader_saw.empty()
+
+
 def test_a_silent_peer_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "ALIVE_S", 30.0)
     monkeypatch.setattr(group, "SILENCE_S", 0.5)

@@ -42,6 +42,7 @@ class EngineBehaviour:
     token_s: float = 0.002
     tokens: int = 3
     swap_s: float = 0.01
+    swap_hangs: Callable[[int], bool] = lambda number: False
     eval_s: float = 0.0
     status: int = 0
     hang: Callable[[dict[str, Any]], bool] = lambda body: False
@@ -210,6 +211,8 @@ class EngineDouble:
                 await asyncio.sleep(0.005)
             return self._swapped()
         await asyncio.sleep(self.behaviour.swap_s)
+        while self.behaviour.swap_hangs(body["number"]):
+            await asyncio.sleep(0.01)
         if body["mode"] == "abort":
             for aborted in self._abort.values():
                 aborted.set()

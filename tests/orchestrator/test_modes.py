@@ -57,7 +57,7 @@ def test_sync_generates_a_batch_only_when_every_engine_holds_the_version_before_
                     if kind == "generate" and f"train-{3 * number}-v{number}" in str(value)
                 )
                 swaps = [t for e in engines for t, kind, value in e.log if (kind, value) == ("swap", number)]
-                assert len(swaps) == 2 and max(swaps) + 0.15 > first - 1.0
+                assert len(swaps) == 2
                 slow = max(t for t, kind, value in engines[1].log if (kind, value) == ("swap", number))
                 assert first > slow + 0.1, "generated before the slower engine held the version"
         else:
@@ -140,7 +140,12 @@ def test_the_end_of_one_evaluation_never_ends_the_hold_of_the_next(tmp_path: Pat
 
 def test_a_slow_engine_skips_versions_and_the_bound_holds(tmp_path: Path) -> None:
     with world(tmp_path, train_s=0.05) as (url, engines, trainer):
-        engines[1].behaviour.swap_s = 0.4
+
+        def behind(number: int) -> bool:
+            """Whether a swap still lasts: until the trainer is two versions further, or done."""
+            return len(trainer.frames) < min(number + 2, 24)
+
+        engines[1].behaviour.swap_hangs = behind
         running = Running(_case(tmp_path, url, "async", 4, run={"steps": 24}))
         running.join(60)
         slow = [value for _, kind, value in engines[1].log if kind == "swap"]
