@@ -92,9 +92,7 @@ def verify(channel: Channel) -> Iterator[Verified]:
     with ReaderLease(channel, LEASE_TTL_S) as lease:
         everything = channel.manifests()
         lease.hold(everything)
-        left = {
-            m.version for m in channel.manifests()
-        }  # others went before the lease came
+        left = {m.version for m in channel.manifests()}  # others went before the lease came
         everything = [m for m in everything if m.version in left]
         for manifest in everything:
             ways = list[str]()
