@@ -36,6 +36,9 @@ from jaxrl_sync.transfer.wire import Connection
 TICK_S = 0.25
 """A blocked system call returns this often to look at the deadline."""
 
+LINGER_S = 0.5
+"""Of a sender that died, what has arrived on other lanes is still taken: the next round needn't bring it."""
+
 PIECE_BYTES = 4 << 20
 """So many bytes go without a look at the deadline where nothing blocks."""
 
@@ -119,20 +122,28 @@ class _Lanes:
         chunks = sum(s.nbytes for s in parts if isinstance(s, Place) and s.table is not None)
         return counted({straight: sum(s.nbytes for s in parts) - chunks, staged: chunks})
 
-    def run(self, work: Callable[[int], None]) -> None:
+    def run(self, work: Callable[[int], None], linger_s: float = 0.0) -> None:
         """``work(lane)``, lanes side by side; the first error of any lane is raised.
 
-        When a lane fails, all of them are closed, so that the others end too.
+        When a lane fails, all of them are closed, so that the others end too; after ``linger_s`` at most, in
+        which they may come to their own end.
         """
         errors: list[BaseException] = []
+        ended = [threading.Event() for _ in self.connections]
 
         def lane(index: int) -> None:
             try:
                 work(index)
             except BaseException as error:
                 errors.append(error)
+                ended[index].set()
+                end = time.monotonic() + linger_s
+                for other in ended:
+                    other.wait(max(0.0, end - time.monotonic()))
                 for connection in self.connections:
                     connection.close()
+            finally:
+                ended[index].set()
 
         try:
             others = range(1, len(self.connections))
@@ -285,7 +296,7 @@ class TcpReceiver:
                     self._take(lane, segment, slot, deadline)
                 through(number)
 
-        lanes.run(work)
+        lanes.run(work, LINGER_S)
 
     def _take(self, lane: int, segment: Direct | Place, slot: Pinned, deadline: float) -> None:
         lanes, connection = self._lanes, self._lanes.connections[lane]
