@@ -7,7 +7,7 @@ product's ``receiving``. What an engine makes of it is in `engine`.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 from jaxrl_sync.transfer import receiving
@@ -160,14 +160,7 @@ class SubscriberRank(Server):
         while not self.lease.lost:
             limit_s = POLL_S if self.inbound.whole else RETRY_S
 
-            def ask(state: HubState, known: dict[str, Any] = known) -> Any:
-                seen = machine.watch(state, key, incarnation)
-                if isinstance(seen, machine.Refused):
-                    return seen
-                offered = seen["offer"]["round"] if seen["offer"] else None
-                now = [p["incarnation"] for p in seen["publishers"]]
-                return seen if (offered, now) != (known["round"], known["publishers"]) else None
-
+            ask = _asking(key, incarnation, known)
             try:
                 seen = yield from self.lease.ask(ask, limit_s, empty={"unchanged": True})
             except TransferError as error:
@@ -415,3 +408,17 @@ class SubscriberRank(Server):
 def _offer(row: dict[str, Any]) -> Offer:
     version = Version(row["version"]["lineage"], row["version"]["number"])
     return Offer(row["round"], version, row["sources"], row["role"])
+
+
+def _asking(key: MemberKey, incarnation: str, known: dict[str, Any]) -> Callable[[HubState], Any]:
+    """What a long poll asks of the hub: whatever differs from what is known."""
+
+    def ask(state: HubState) -> Any:
+        found = machine.watch(state, key, incarnation)
+        if isinstance(found, machine.Refused):
+            return found
+        offered = found["offer"]["round"] if found["offer"] else None
+        now = [p["incarnation"] for p in found["publishers"]]
+        return found if (offered, now) != (known["round"], known["publishers"]) else None
+
+    return ask

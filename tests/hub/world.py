@@ -179,6 +179,7 @@ class Task:
             return
         self._turn += 1
         self._running = True
+        wait: Any = None
         try:
             wait = self._steps.send(value)
         except StopIteration:
