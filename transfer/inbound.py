@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jaxrl_sync.sharding import Edge, UserError
@@ -440,6 +441,18 @@ class Inbound:
                 receiver.close()
         except (UserError, OSError, BufferError) as error:
             logger.warning("the edge from %s isn't wholly closed: %s", self.peer, error)
+
+
+def take_all(pool: concurrent.futures.Executor, links: Sequence[Inbound], taking: Taking) -> None:
+    """All edges side by side; waits for every one of them, then raises the first error."""
+    takes = [pool.submit(link.take, taking) for link in links[1:]]
+    try:
+        if links:
+            links[0].take(taking)
+    finally:
+        concurrent.futures.wait(takes)
+    for take in takes:
+        take.result()
 
 
 def _is_pair(value: object) -> bool:

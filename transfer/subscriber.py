@@ -31,7 +31,7 @@ from jaxrl_sync.transfer.errors import (
 from jaxrl_sync.transfer.holding import Holding
 from jaxrl_sync.transfer.hub.client import POLL_S, HubClient, HubRefused, Member
 from jaxrl_sync.transfer.hub.state import version_json
-from jaxrl_sync.transfer.inbound import Gone, Inbound, Taking
+from jaxrl_sync.transfer.inbound import Gone, Inbound, Taking, take_all
 from jaxrl_sync.transfer.links import SWAP_TELL_S, Links, read_offer
 from jaxrl_sync.transfer.receiving import Offer, ReceiverState, SubscriberStats
 from jaxrl_sync.transfer.receiving import Prepared as Prepared
@@ -389,7 +389,7 @@ class Subscriber:
         segments, progress = [s.memory.name for s in self._slots], self._holding.progress(index)
         taking = Taking(offer, slot, serving, segments, have, progress, deadline)
         try:
-            self._take_all(links, taking)
+            take_all(self._pool, links, taking)
             wire_s = time.monotonic() - start
             for link in links:
                 link.verify(taking)
@@ -401,17 +401,6 @@ class Subscriber:
         slot.fill_devices()
         verify_s = time.monotonic() - start - wire_s
         return prepared_by(offer, links, wire_s, verify_s)
-
-    def _take_all(self, links: list[Inbound], taking: Taking) -> None:
-        """All edges side by side; waits for every one of them, then raises the first error."""
-        takes = [self._pool.submit(link.take, taking) for link in links[1:]]
-        try:
-            if links:
-                links[0].take(taking)
-        finally:
-            concurrent.futures.wait(takes)
-        for take in takes:
-            take.result()
 
     def _wait_group(self, offer: Offer, deadline: float) -> None:
         """With several ranks: all of them hold the version, or none takes it."""
@@ -466,10 +455,19 @@ class Subscriber:
         """See ``Update.discard``."""
         with self._changed:
             filling = self._state.filling
-            if filling is None or filling.offer != offer:
+            if filling is None or filling.offer != offer or filling.phase != "prepared":
                 return
             self._state = receiving.drop(self._state)
         self._tell_failed(offer, reason)
+
+    def dropped(self, offer: Offer, report: Prepared) -> None:
+        """Nobody can swap in any more what was prepared. Called while objects are freed: only queues."""
+
+        def give_up() -> None:
+            if self._report is report:  # nothing was prepared since
+                self.discard(offer, "its update was dropped")
+
+        self._watching.report(give_up)
 
     def install(self, offer: Offer) -> Any:
         """See ``Update.swap``."""

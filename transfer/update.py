@@ -27,9 +27,16 @@ class Takes(Protocol):
     def discard(self, offer: Offer, reason: str) -> None:
         """Give a prepared offer up."""
 
+    def dropped(self, offer: Offer, report: Prepared) -> None:
+        """The same, where nobody holds the update any more: must not block, nor take a lock."""
+
 
 class Update:
-    """A version that this rank may take. Not thread-safe: one thread prepares and swaps."""
+    """A version that this rank may take. Not thread-safe: one thread prepares and swaps.
+
+    A prepared one that is dropped without ``swap`` or ``discard`` is given up: the hub offers an engine
+    nothing else while it waits for a swap.
+    """
 
     def __init__(self, subscriber: Takes, offer: Offer) -> None:
         self._subscriber = subscriber
@@ -68,3 +75,7 @@ class Update:
     def discard(self, reason: str) -> None:
         """Give the version up; the hub then offers another (or the same) one."""
         self._subscriber.discard(self._offer, reason)
+
+    def __del__(self) -> None:
+        if self.report is not None:  # after a swap there is nothing to give up
+            self._subscriber.dropped(self._offer, self.report)

@@ -173,6 +173,21 @@ def test_after_close_nothing_is_prepared_or_swapped_in(rig: Rig, token_file: Pat
     assert first.installed is None and segments(token_file) == []
 
 
+def test_a_prepared_update_that_is_dropped_does_not_keep_its_engine_from_later_versions(rig: Rig) -> None:
+    params = trainer_params()
+    publisher, subscriber = rig.publisher(params), rig.subscriber()
+    publisher.publish(params, Version("a", 0))
+    update = subscriber.poll(10)
+    assert update is not None
+    update.prepare()
+    publisher.publish(params, Version("a", 1))
+    assert subscriber.poll(0.3) is None  # its round waits for the swap
+    del update
+    version, tree = take(subscriber)
+    assert version == Version("a", 1) and same_bits(tree, convert(params))
+    assert subscriber.poll(0.3) is None and subscriber.installed == version  # to drop what serves is nothing
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_close_during_prepare_ends_it_and_leaves_no_segment(
     rig: Rig, token_file: Path, monkeypatch: pytest.MonkeyPatch, transport: str
