@@ -126,7 +126,8 @@ def _run_line(found: Row) -> str:
     progress, processes = found.get("progress") or {}, found.get("processes", {})
     alive = [name for name, row in processes.items() if row.get("alive")]
     dead = [name for name in processes if name not in alive]
-    state = "finished" if found.get("summary") else progress.get("phase", "starting")
+    phase, summary = progress.get("phase", "starting"), found.get("summary")
+    state = "finished" if summary and summary.get("cause", "done") == "done" else phase
     step = f", step {progress['step']} of {progress['steps']}" if "step" in progress else ""
     gone = f"; not alive: {', '.join(dead)}" if dead else ""
     return f"{found['run_dir']}: {state}{step}; alive: {', '.join(alive) or 'nobody'}{gone}"

@@ -37,8 +37,8 @@ class RunData:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has written its summary."""
-        return bool(self.summary)
+        """Whether the run has come to its end; one that was interrupted or failed has not."""
+        return bool(self.summary) and self.summary.get("cause", "done") == "done"
 
     def staleness(self) -> dict[int, int]:
         """Trained samples by staleness, summed over the steps so far."""

@@ -130,6 +130,8 @@ def test_a_finished_run_shows_its_summary(run_dir: Path) -> None:
     (run_dir / "summary.json").write_text('{"steps": 7, "eval": {"before": 0.0, "after": 0.75}}')
     page = render(read_run(run_dir))
     assert "(finished)" in page and "before: 0, after: 0.75" in page
+    (run_dir / "summary.json").write_text('{"cause": "InterruptedRunError: asked to stop", "steps": 7}')
+    assert "(not finished)" in render(read_run(run_dir))
 
 
 def test_a_mix_of_tasks_is_shown_task_by_task(run_dir: Path) -> None:
