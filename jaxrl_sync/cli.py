@@ -12,28 +12,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
+from jaxrl_sync.sharding.command_line import Parser, UsageError
 from jaxrl_sync.sharding.errors import UserError
 
 INSTALL_HINT = "pip install 'jaxrl-sync[run]'"
 ROLES = ("hub", "orchestrator", "trainer", "engine")
-
-
-class UsageError(UserError):
-    """A command line that can't be understood."""
-
-    exit_code = 2
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line instead of printing the usage first; no abbreviated options."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**{**settings, "allow_abbrev": False})
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (see `{self.prog} --help`)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,8 +104,8 @@ def _split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="jaxrl-sync", description=__doc__.splitlines()[0] if __doc__ else None)
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    parser = Parser(prog="jaxrl-sync", description=__doc__.splitlines()[0] if __doc__ else None)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     run = commands.add_parser("run", help="start and supervise a whole run on this machine")
     run.add_argument("config", help="TOML file; any value can be overridden by --section.key value")
     run.add_argument("--run-dir", help="directory of the run (default: a fresh one below run.root)")
@@ -137,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--hub", help="URL of the hub; with TLS its fragment says what to trust")
     status.add_argument("--token-file", help="the run token (default: RUN_DIR/token)")
     status.add_argument(
-        "--watch", nargs="?", type=float, const=2.0, metavar="S", help="look again every S seconds"
+        "--watch", nargs="?", type=float, const=2.0, metavar="S", help="look again every S (2) seconds"
     )
     status.add_argument("--json", action="store_true", help="for programs; with --watch one line each time")
     gguf = commands.add_parser("import-gguf", help="make a checkpoint folder of a GGUF file (Llama, Qwen3)")

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
+from jaxrl_sync.sharding.command_line import Parser
 from jaxrl_sync.sharding.correspondence import Correspondence
 from jaxrl_sync.sharding.describe import seconds, traffic
 from jaxrl_sync.sharding.errors import MappingError, UserError
@@ -28,7 +29,7 @@ from jaxrl_sync.sharding.tracing import trace
 
 def parser() -> argparse.ArgumentParser:
     """The command line of ``jaxrl-sync plan``."""
-    p = argparse.ArgumentParser("jaxrl-sync plan", description=__doc__.splitlines()[0] if __doc__ else None)
+    p = Parser("jaxrl-sync plan", description=__doc__.splitlines()[0] if __doc__ else None)
     p.add_argument("--model", required=True, help=", ".join(MODELS))
     p.add_argument("--source", required=True, metavar="AXES", help='trainer mesh, as "fsdp=256"')
     p.add_argument("--target", required=True, metavar="AXES", help='mesh of one engine, as "tp=8,ep=16"')

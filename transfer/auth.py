@@ -53,10 +53,18 @@ def create_token(path: str | Path) -> str:
     return token
 
 
+class TokenFileMissing(AuthError):
+    """There is no token file at the path given."""
+
+    exit_code = 3
+
+
 def load_token(path: str | Path) -> str:
     """Read a token file that nobody but its owner can read. AuthError names what is wrong with it."""
     try:  # a pipe in its place must not block us
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        raise TokenFileMissing(f"can't read token file {path}: {error.strerror}") from error
     except OSError as error:
         raise AuthError(f"can't read token file {path}: {error.strerror}") from error
     try:

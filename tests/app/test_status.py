@@ -237,6 +237,20 @@ def test_command_lines_that_can_not_be(
     assert line in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("cause", "phase", "said"),
+    [("done", "ended", "finished"), ("InterruptedRunError: stop", "interrupted", "interrupted")],
+)
+def test_a_run_that_was_interrupted_is_not_finished(
+    cause: str, phase: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.toml").touch()
+    (tmp_path / "progress.json").write_text(json.dumps({"phase": phase, "step": 7, "steps": 45}))
+    (tmp_path / "summary.json").write_text(json.dumps({"cause": cause, "steps": 7}))
+    assert main(["status", str(tmp_path)]) == 0
+    assert f": {said}, step 7 of 45;" in capsys.readouterr().out
+
+
 def test_a_hub_that_is_not_there_or_not_ours_is_one_line(
     hub: ServerThread, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,3 +260,5 @@ def test_a_hub_that_is_not_there_or_not_ours_is_one_line(
     assert capsys.readouterr().err.count("\n") == 1
     assert main(["status", "--hub", "http://127.0.0.1:9", "--token-file", str(tmp_path / "other")]) == 4
     assert "didn't answer" in capsys.readouterr().err
+    assert main(["status", "--hub", hub.url, "--token-file", str(tmp_path / "none")]) == 3
+    assert "can't read token file" in capsys.readouterr().err

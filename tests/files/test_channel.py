@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl_sync.cli import main
 from jaxrl_sync.sharding.paths import leaves_by_path
 from jaxrl_sync.transfer.errors import MismatchError, TransferError
 from jaxrl_sync.transfer.files import FilePublisher, FileReaderConfig, FileSubscriber, FileWriterConfig
@@ -170,10 +171,24 @@ def test_replay_lists_verifies_and_restores_what_orbax_reads(tmp_path: Path) -> 
     assert holds(ocp.StandardCheckpointer().restore(tmp_path / "out", target()), 5)
     code, out = replay("--version", "9", "--out", str(tmp_path / "other"))
     assert code == 4 and "no version '9'" in out and not (tmp_path / "other").exists()
+    code, out = replay("--version", "5")
+    assert code == 2 and out.count("\n") == 1 and "--version and --out go together" in out
     frames = next((tmp_path / "c" / "objects").glob("000000000005-*-frames"))
     frames.write_bytes(frames.read_bytes()[:-1] + b"?")
     code, out = replay("--verify")
     assert code == 1 and out.count("sound") == 5 and "run:5: BrokenObject" in out
+
+
+def test_replay_of_a_folder_that_is_no_channel_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "missing", tmp_path / "file"):
+        assert main(["replay", str(path)]) == 3
+        assert (
+            capsys.readouterr().err
+            == f"jaxrl-sync: error: {path} is no file channel: it has no file CHANNEL\n"
+        )
 
 
 def test_versions_have_an_order_within_a_lineage(tmp_path: Path) -> None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxrl_sync.sharding.command_line import Parser
 from jaxrl_sync.transfer import auth
+from jaxrl_sync.transfer.errors import ResourceError
 from jaxrl_sync.transfer.files import leases, replay
 from jaxrl_sync.transfer.files.channel import Channel
 from jaxrl_sync.transfer.files.config import Trust
+from jaxrl_sync.transfer.files.names import CHANNEL
 
 
 def main(words: Sequence[str]) -> int:
     """The exit code: 0, or 1 where ``--verify`` found something wrong. Errors are raised."""
-    parser = argparse.ArgumentParser(prog="jaxrl-sync replay", description=__doc__, allow_abbrev=False)
+    parser = Parser("jaxrl-sync replay", description=__doc__)
     parser.add_argument("path", help="the channel's folder")
     parser.add_argument("--version", metavar="V", help="NUMBER or LINEAGE:NUMBER; needs --out")
     parser.add_argument("--out", metavar="DIR", help="write that version here as an orbax checkpoint")
@@ -28,6 +30,8 @@ def main(words: Sequence[str]) -> int:
     options = parser.parse_args(words)
     if (options.version is None) != (options.out is None):
         parser.error("--version and --out go together")
+    if not (Path(options.path) / CHANNEL).exists():
+        raise ResourceError(f"{options.path} is no file channel: it has no file {CHANNEL}")
     token = auth.load_token(options.token_file) if options.token_file is not None else None
     with Channel.open(options.path, Trust(owners=frozenset(options.owner)), token) as channel:
         if options.pin is not None:

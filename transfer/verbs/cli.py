@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import resource
@@ -10,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrl_sync.sharding.command_line import Parser
 from jaxrl_sync.transfer.verbs import counters
 from jaxrl_sync.transfer.verbs.devices import SYSFS, Choice, Port, distance, rails, rank, scan
 from jaxrl_sync.transfer.verbs.errors import VerbsError
@@ -157,7 +157,7 @@ def main(words: Sequence[str]) -> int:
         from jaxrl_sync.transfer.bench.cli import main as bench_main
 
         return bench_main(words[1:])
-    parser = argparse.ArgumentParser(prog="jaxrl-sync verbs", description=__doc__, allow_abbrev=False)
+    parser = Parser("jaxrl-sync verbs", description=__doc__)
     parser.add_argument("--device", action="append", default=[], help="only this: mlx5_0, mlx5_0:1, mlx5*")
     parser.add_argument("--exclude", action="append", default=[], help="not this")
     parser.add_argument("--gid-index", type=int, help="instead of the best one")
