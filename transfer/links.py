@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ class Way:
 
 
 class Links:
-    """Owns the links; ``close()`` ends them. One thread updates, another looks up, reaches and takes.
+    """Owns the links; ``close()`` ends them. Two threads update in turns, another looks up, reaches, takes.
 
     ``failure`` is what makes any transfer impossible (layouts or conversions that don't fit), until other
     publishers appear.
@@ -65,6 +66,7 @@ class Links:
         """Digest of how the trainer's tree becomes this engine's; "" before that is known."""
         self.on_conversion: Callable[[str], None] = lambda _: None
         self._closed = False
+        self._updating = threading.Lock()
         self.publishers: list[Member] = []
         self._failed_for: tuple[str, ...] = ()
         self._hub = hub
@@ -174,10 +176,19 @@ class Links:
             CopyTable.direct(way.plan.constants).execute(values, slot.views)
         slot.constants_of = way.pairing.digest
 
-    # Publishers: the watching thread.
+    # Publishers: background threads.
 
     def update(self, publishers: list[Member]) -> None:
         """Pair with new publishers, close old links, open missing ones; errors are kept or retried."""
+        with self._updating:
+            self._update(publishers)
+
+    def mend(self) -> None:
+        """Open the links that are missing to the publishers that we know; errors as `update`."""
+        with self._updating:
+            self._update(self.publishers)
+
+    def _update(self, publishers: list[Member]) -> None:
         self.publishers = publishers
         incarnations = tuple(p.incarnation for p in publishers)
         if self.failure is not None and self._failed_for == incarnations:

@@ -154,7 +154,7 @@ class Subscriber:
             raise PeerLost(self._lease.reason)
         self._check_open()
         offer = receiving.wanted(self._state)
-        if offer is None or time.monotonic() < self._retry_at or not self._links.can_take(offer):
+        if offer is None or time.monotonic() < self._retry_at or not self._watching.can_take(offer):
             return None
         return offer
 
@@ -357,7 +357,7 @@ class Subscriber:
                 left = deadline - time.monotonic()
                 if left <= 0 or self._closed.is_set():
                     raise cause  # an offer that is there now comes too late for this call
-                if found is not None and fresh and self._links.can_take(found):
+                if found is not None and fresh and self._watching.can_take(found):
                     return found
                 self._changed.wait(min(left, 1.0))
 

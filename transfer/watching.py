@@ -1,4 +1,5 @@
-"""A subscriber rank's two background threads: one watches the hub for publishers and offers, one reports."""
+"""A subscriber rank's background threads: one watches the hub for publishers and offers, one links again, one
+reports."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ logger = logging.getLogger("jaxrl_sync.transfer")
 
 
 class Watching:
-    """Owns the threads. ``on_offer(offer)`` and ``on_change()`` are called by the watching one."""
+    """Owns the threads. ``on_offer(offer)`` is called by the watching one, ``on_change()`` by two of them."""
 
     def __init__(
         self,
@@ -33,20 +34,39 @@ class Watching:
         self._on_offer = on_offer
         self._on_change = on_change
         self._closed = threading.Event()
+        self._unlinked = threading.Event()
         self._reports: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._watch, name="subscriber-watch", daemon=True),
+            threading.Thread(target=self._mend, name="subscriber-link", daemon=True),
             threading.Thread(target=self._report, name="subscriber-report", daemon=True),
         ]
 
     def start(self) -> None:
-        """Start both threads."""
+        """Start all threads."""
         for thread in self._threads:
             thread.start()
 
     def report(self, call: Callable[[], object]) -> None:
         """Have ``call`` made in the background, in order; what it raises is logged."""
         self._reports.put(call)
+
+    def can_take(self, offer: Offer) -> bool:
+        """Whether the offer can be begun; where a link is missing, it is opened meanwhile. Doesn't block."""
+        takable = self._links.can_take(offer)
+        if not takable:
+            self._unlinked.set()
+        return takable
+
+    def _mend(self) -> None:
+        """A round may close a link at its end, when the watch hears nothing new from the hub for POLL_S."""
+        while not self._closed.is_set():
+            self._unlinked.wait()
+            self._unlinked.clear()
+            if not self._closed.is_set():
+                self._links.mend()
+                self._on_change()
+                self._closed.wait(RETRY_S)
 
     def _watch(self) -> None:
         known: dict[str, Any] = {"round": None, "publishers": None}
@@ -87,10 +107,11 @@ class Watching:
     def stop(self) -> None:
         """Tell the threads to end; `join` waits for them."""
         self._closed.set()
+        self._unlinked.set()
         self._reports.put(None)
 
     def join(self, timeout_s: float) -> None:
-        """Wait for both threads, unless it is one of them that asks."""
+        """Wait for all threads, unless it is one of them that asks."""
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join(timeout_s)

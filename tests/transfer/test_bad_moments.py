@@ -27,6 +27,7 @@ from jaxrl_sync.transfer.errors import (
     ResourceError,
     TransferError,
 )
+from jaxrl_sync.transfer.hub import client
 from jaxrl_sync.transfer.inbound import Inbound
 from jaxrl_sync.transfer.memory import SharedMemory
 from jaxrl_sync.transfer.receiving import Offer
@@ -186,6 +187,22 @@ def test_a_prepared_update_that_is_dropped_does_not_keep_its_engine_from_later_v
     version, tree = take(subscriber)
     assert version == Version("a", 1) and same_bits(tree, convert(params))
     assert subscriber.poll(0.3) is None and subscriber.installed == version  # to drop what serves is nothing
+
+
+def test_a_link_that_closes_while_its_offer_waits_is_opened_again_before_the_hub_says_more(rig: Rig) -> None:
+    params = trainer_params()
+    publisher, subscriber = rig.publisher(params), rig.subscriber()
+    publisher.publish(params, Version("a", 0))
+    take(subscriber)
+    publisher.publish(params, Version("a", 1))
+    assert subscriber.poll(10) is not None
+    time.sleep(0.2)  # the watch has begun again: with nothing new it would return after POLL_S
+    (link,) = subscriber._links.all
+    link.close()  # as a round does that ends here after the hub has offered the next one
+    update = subscriber.poll(client.POLL_S / 2)
+    assert update is not None
+    update.prepare()
+    assert same_bits(update.swap(), convert(params))
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
