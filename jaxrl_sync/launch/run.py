@@ -15,7 +15,7 @@ from jaxrl_sync.launch.commands import workers
 from jaxrl_sync.launch.preflight import check_ports, check_rooms, check_task
 from jaxrl_sync.launch.rundir import create, locked
 from jaxrl_sync.launch.summary import describe_summary
-from jaxrl_sync.launch.supervisor import Outcome, Supervisor, read_json
+from jaxrl_sync.launch.supervisor import INTERRUPTED, Outcome, Supervisor, read_json
 from jaxrl_sync.launch.view import open_view
 from jaxrl_sync.launch.worker import ERROR_PREFIX
 
@@ -47,6 +47,9 @@ def run(
         print(ERROR_PREFIX + outcome.cause, file=sys.stderr)
     if (path / "config.toml").exists():  # else somebody deleted the run
         print(f"draw it: jaxrl-sync report {path}")
+        saved = any(found.name.isdigit() for found in path.glob("checkpoints/*"))
+        if outcome.code == INTERRUPTED and saved:
+            print(f"go on with it: jaxrl-sync run {path}/config.toml --run-dir {path} --resume")
     return outcome.code
 
 

@@ -95,8 +95,9 @@ def test_interrupt_drains_and_says_so(tmp_path: Path) -> None:
         prefix = run.shm_prefix()
         begin = time.monotonic()
         run.send(signal.SIGINT)
-        code, _, err = run.finish(timeout_s=60)
+        code, out, err = run.finish(timeout_s=60)
         assert (code, err) == (130, "jaxrl-sync: error: interrupted\n")
+        assert out.endswith(f"jaxrl-sync run {run.run_dir}/config.toml --run-dir {run.run_dir} --resume\n")
         assert time.monotonic() - begin < 45
         assert left_behind(run, prefix, timeout_s=10) == []
         assert list((run.run_dir / "checkpoints").iterdir()), "the drained trainer keeps its last update"
