@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import gc
 import os
 import random
 import time
-from multiprocessing import get_context
 
 import hypothesis
 import pytest
@@ -20,13 +18,15 @@ from .world import Violation
 
 CI_SCHEDULES = 1000
 FULL_SCHEDULES = 5000
+FULL_PARTS = 20
+"""A plain run takes a share of them."""
 PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
 SEED = int(os.environ.get("JAXRL_SYNC_SIMULATION_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
 
 
-def _play(count: int, seed: int) -> tuple[int, int]:
-    """So many schedules: (schedules, events). A failure is shrunk, its message is the story of that one."""
-    played, events = 0, 0
+def _play(count: int, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """So many schedules. A failure is shrunk, its message is the story of that one; the seed is printed."""
+    played, events, start = 0, 0, time.monotonic()
 
     @hypothesis.seed(seed)
     @settings(max_examples=count, database=None, deadline=None, print_blob=False, phases=PHASES)
@@ -36,28 +36,16 @@ def _play(count: int, seed: int) -> tuple[int, int]:
         played += 1
         events += Simulation(schedule).run().events
 
+    with capsys.disabled():
+        print(f"\nseed {seed} (JAXRL_SYNC_SIMULATION_SEED={SEED})")
     gc.collect()
     gc.freeze()  # what is imported isn't looked through again and again
     try:
         schedules_hold()
     finally:
         gc.unfreeze()
-    return played, events
-
-
-def _play_all(counts: list[int], capsys: pytest.CaptureFixture[str]) -> None:
-    """Parts of many schedules, each in a process of its own where there are several."""
-    start, seeds = time.monotonic(), [SEED + i for i in range(len(counts))]
     with capsys.disabled():
-        print(f"\nseed {SEED} (JAXRL_SYNC_SIMULATION_SEED)")
-    if len(counts) == 1:
-        done = [_play(counts[0], SEED)]
-    else:
-        with concurrent.futures.ProcessPoolExecutor(len(counts), get_context("spawn")) as pool:
-            done = list(pool.map(_play, counts, seeds))
-    played, events = (sum(numbers) for numbers in zip(*done, strict=True))
-    with capsys.disabled():
-        print(f"{played} schedules, {events} events in {time.monotonic() - start:.0f} s; seed {SEED}")
+        print(f"{played} schedules, {events} events in {time.monotonic() - start:.0f} s")
 
 
 @pytest.mark.slow
@@ -66,12 +54,15 @@ def _play_all(counts: list[int], capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.invariant(32)
 @pytest.mark.invariant(33)
 def test_any_schedule_of_faults_keeps_every_property_1000(capsys: pytest.CaptureFixture[str]) -> None:
-    _play_all([CI_SCHEDULES], capsys)
+    _play(CI_SCHEDULES, SEED, capsys)
 
 
 @pytest.mark.full
-def test_any_schedule_of_faults_keeps_every_property_5000(capsys: pytest.CaptureFixture[str]) -> None:
-    _play_all([FULL_SCHEDULES // 4] * 4, capsys)
+@pytest.mark.parametrize("part", range(FULL_PARTS))
+def test_any_schedule_of_faults_keeps_every_property_5000(
+    capsys: pytest.CaptureFixture[str], part: int
+) -> None:
+    _play(FULL_SCHEDULES // FULL_PARTS, SEED + 1 + part, capsys)
 
 
 @pytest.mark.slow
