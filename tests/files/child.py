@@ -6,9 +6,9 @@ last one, as a writer does whose machine hangs, and goes on when it is continued
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ def halt_before(publisher: Any, name: str) -> None:
     def halted(file: str, data: bytes, sync: bool = True) -> None:
         if file == name:
             print("halted", flush=True)
-            os.kill(os.getpid(), signal.SIGSTOP)
+            # to this very thread: of a signal to the process another thread may stop us, a moment too late
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         commit(file, data, sync)
 
     folder.commit = halted
