@@ -12,13 +12,14 @@ a dead peer never returns, so nothing gentler would do.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NoReturn
 
 from jaxrl_sync.inference.errors import RankDiedError
@@ -81,6 +82,10 @@ class _Link:
     def expect_end(self) -> None:
         """From here on the peer may go away."""
         self._closing.set()
+
+    def blame(self, timeout_s: float) -> None:
+        """Give the receiving thread time to find that the peer is dead; ``on_death`` is called then."""
+        self._threads[0].join(timeout_s)
 
     def _receive(self) -> None:
         while not self._closing.is_set():
@@ -213,6 +218,18 @@ class Follower:
             return self._orders.get(timeout=timeout_s)
         except queue.Empty:
             return None
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a step that all ranks run: its collective may fail before the link tells that rank 0 died.
+
+        Then the death is the cause to end with, so an error waits for it, ``SILENCE_S`` and a little more.
+        """
+        try:
+            yield
+        except Exception:
+            self._link.blame(SILENCE_S + 1.0)
+            raise
 
     def close(self) -> None:
         """Leave."""

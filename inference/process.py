@@ -289,4 +289,5 @@ def _follow(spec: Spec, mesh: Mesh, target: Any, token: str, announce: Announce,
         runner = Runner(spec.model, spec.config, mesh, shadow.take, np.dtype(spec.dtype))
         announce()
         while (plan := follower.next_plan()) is not None:
-            runner.execute(plan)
+            with follower.step():
+                runner.execute(plan)

@@ -315,7 +315,8 @@ class Follow:
         while (left := deadline - time.monotonic()) > 0:
             order = self._follower.next_order(left)
             if isinstance(order, StepPlan):
-                self._runner.execute(order)
+                with self._follower.step():
+                    self._runner.execute(order)
             elif order == "turn":
                 self._runner.sleep(release_cache=self._place.release_cache)
                 return "train"

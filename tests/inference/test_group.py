@@ -47,6 +47,13 @@ def pair() -> Iterator[Pair]:
         yield Pair(stack)
 
 
+def test_a_step_that_fails_because_the_leader_died_ends_with_that_cause(pair: Pair) -> None:
+    with pytest.raises(RuntimeError, match="a collective"), pair.follower.step():
+        threading.Timer(0.3, pair.leader.abandon).start()  # the step's error is there first
+        raise RuntimeError("a collective failed")
+    assert "rank 0 of this engine died" in pair.follower_saw.get_nowait()
+
+
 def test_plans_and_prepares_arrive_in_order_and_stop_ends_quietly(pair: Pair) -> None:
     for number in range(5):
         active = np.arange(8) < number
