@@ -422,7 +422,10 @@ def _rank_lost(entry: Round, rank: int, replaced: bool) -> tuple[RoundState, str
 
 
 def _derive(state: HubState) -> HubState:
-    """After a restart without a publisher: what engines serve is published, if it is of one lineage."""
+    """After a restart without a publisher: what engines serve is published, if it is of one lineage.
+
+    That goes back when the last engine that served the latest one is gone: joiners get what there is.
+    """
     for model in {m.info.get("model") for m in state.members.values() if m.key.role == "relay"}:
         known = state.newest.get(model) if isinstance(model, str) else None
         if not isinstance(model, str) or (known is not None and known.told):
