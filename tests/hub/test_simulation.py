@@ -22,8 +22,8 @@ FULL_PARTS = 20
 """A plain run takes a share of them."""
 PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
 SEED = int(os.environ.get("JAXRL_SYNC_SIMULATION_SEED", "2002"))
-"""Fixed while a finding is open: with 1001, part 3 of the 5,000, a hub that restarts again and again beside dying
-engines, without a trainer, takes its newest version back."""
+"""Fixed while a finding is open: with 1001, part 3 of the 5,000, a hub that restarts again and again beside
+dying engines, without a trainer, breaks a property."""
 
 
 def _play(count: int, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
