@@ -112,6 +112,7 @@ class Publisher:
         self._last: Version | None = None
         self._rejoined_at = -math.inf
         self._finder = concurrent.futures.ThreadPoolExecutor(1, "publisher-find")
+        self._pins_told: frozenset[Version] = frozenset()
         self._announcing: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         self._hub = HubClient(hub_url, token_file, self.config.hub_timeout_s)
         try:
@@ -292,9 +293,8 @@ class Publisher:
                     "timeout_s": min(POLL_S, grace_s or POLL_S),
                 }
                 rows = self._lease.call("/v1/pinned", body, POLL_S)["pinned"]
-                if rows != known or grace_s:
-                    self._pinned({v for row in rows if (v := version_of(row)) is not None})
-                    known = rows
+                self._pinned({v for row in rows if (v := version_of(row)) is not None})
+                known = rows  # last: of an answer that could not be followed the hub is asked again
                 self._offload()
             except (TransferError, ValueError) as error:
                 if not self.closing and not self._lease.lost.is_set():
@@ -313,10 +313,11 @@ class Publisher:
         """Other versions are pinned now: keep those; what nobody needs any more goes."""
         before = self._retained.pinned
         pinned = frozenset(versions | before if self._grace_s else versions)
-        if pinned == before:
-            return
-        self._give_spare(self._retained.pin(pinned))
-        self._tell("/v1/event/hold", {})
+        if pinned != before:
+            self._give_spare(self._retained.pin(pinned))
+        if pinned != self._pins_told:
+            self._tell("/v1/event/hold", {})
+            self._pins_told = pinned
 
     def _offload(self) -> None:
         """Copy pinned versions as far as there is room: a pin that ended may have made some."""

@@ -128,6 +128,7 @@ class TrainerRank(Server):
         self.held: list[Export] = []
         self.spare: list[Buffer] = []
         self.pinned: frozenset[Version] = frozenset()
+        self._pins_told: frozenset[Version] = frozenset()
         self.history: list[Version] = []
         self.tickets: dict[Version, Ledger] = {}
         self.room = Signal()
@@ -305,9 +306,8 @@ class TrainerRank(Server):
 
             try:
                 found = yield from self.lease.ask(ask, min(POLL_S, grace_s or POLL_S), empty=known)
-                if found != known or grace_s:
-                    yield from self._pin(set(found))
-                    known = found
+                yield from self._pin(set(found))
+                known = found
             except TransferError as error:
                 self.note("following pins: %s", error)
                 yield RETRY_S
@@ -315,11 +315,12 @@ class TrainerRank(Server):
     def _pin(self, versions: set[Version]) -> Steps:
         before = self.pinned
         pinned = frozenset(versions | before if self._grace_s() else versions)
-        if pinned == before:
-            return
         self.pinned = pinned
         self._tidy()
+        if pinned == self._pins_told:
+            return
         yield from self._hold()
+        self._pins_told = pinned
         while wanted := [e for e in self.held if e.version in self._decide().copy]:
             yield WORD_S
             wanted[0].copy = Buffer(tuple(wanted[0].buffer.words))
