@@ -169,8 +169,7 @@ class Simulation:
         newest = state.newest.get(MODEL)
         if newest is not None and newest is not before.newest.get(MODEL):
             last = self._newest.get(state.epoch + newest.version.lineage)  # a restarted hub knew nothing
-            # without a trainer it is what engines serve, and the last one that served it may be lost
-            if newest.told and last is not None and last.follows(newest.version):
+            if last is not None and last.follows(newest.version):
                 self.world.violated(f"the hub's newest version went back from {last} to {newest.version}")
             self._newest[state.epoch + newest.version.lineage] = newest.version
             for rank in self.trainer.ranks:

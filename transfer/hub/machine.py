@@ -424,7 +424,7 @@ def _rank_lost(entry: Round, rank: int, replaced: bool) -> tuple[RoundState, str
 def _derive(state: HubState) -> HubState:
     """After a restart without a publisher: what engines serve is published, if it is of one lineage.
 
-    That goes back when the last engine that served the latest one is gone: joiners get what there is.
+    It never goes back: where the last engine that served it is gone, joiners wait for a later one.
     """
     for model in {m.info.get("model") for m in state.members.values() if m.key.role == "relay"}:
         known = state.newest.get(model) if isinstance(model, str) else None
@@ -434,6 +434,8 @@ def _derive(state: HubState) -> HubState:
         versions = {v for v in served if any(h.complete for h in fleet.holders(state, Tag(model, v)))}
         if len({v.lineage for v in served}) == 1 and versions:
             best = max(versions, key=lambda v: v.number)
+            if known is not None and known.version.follows(best):
+                continue
             entry = Published(model, best, "", 0, 0.0, told=False)
             state = dataclasses.replace(state, newest={**state.newest, model: entry})
     return state
