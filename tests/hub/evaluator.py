@@ -31,6 +31,7 @@ class Evaluator(Node):
         super().__init__(world, f"evaluator{number}")
         self.network, self.hub, self.trainer = network, hub, trainer
         self.until = 0.0
+        self.busy = False
         self.pinned: Version | None = None
         self.promised: tuple[Version, int] | None = None
         trainer.on_drop.append(self.check)
@@ -39,6 +40,7 @@ class Evaluator(Node):
         """A new process that wants nothing yet."""
         self.start()
         self.pinned = self.promised = None
+        self.busy = False
         self.until = 0.0
         self.client = Client(self, self.hub, self.network, self.trainer.limits)
         self.lease = LeaseOf(
@@ -59,7 +61,10 @@ class Evaluator(Node):
 
     def evaluate(self, engine: EngineWorld, lasts_s: float) -> None:
         """Have an engine serve what is the newest version now, for so long."""
-        if self.alive and self.until <= self.world.now:
+        if (
+            self.alive and not self.busy
+        ):  # the end of one evaluation ends this process, and with it another one
+            self.busy = True
             self.until = self.world.now + lasts_s
             self.spawn(self._evaluate(engine))
 
