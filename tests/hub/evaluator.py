@@ -61,9 +61,7 @@ class Evaluator(Node):
 
     def evaluate(self, engine: EngineWorld, lasts_s: float) -> None:
         """Have an engine serve what is the newest version now, for so long."""
-        if (
-            self.alive and not self.busy
-        ):  # the end of one evaluation ends this process, and with it another one
+        if self.alive and not self.busy:  # the end of one evaluation ends this process
             self.busy = True
             self.until = self.world.now + lasts_s
             self.spawn(self._evaluate(engine))
