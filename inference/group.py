@@ -160,32 +160,36 @@ class Leader:
     def send_plan(self, plan: StepPlan) -> None:
         """Give a plan to every follower, right before this rank executes it."""
         data = plan.to_bytes()
-        for link in self._links.values():
+        for link in self._all():
             link.send("plan", data)
 
     def prepare(self) -> None:
         """Tell the followers to take the version that the hub offers to this engine now."""
-        for link in self._links.values():
+        for link in self._all():
             link.send("prepare")
 
     def turn(self) -> None:
         """After the plans sent so far it is the trainer's turn: colocated ranks sleep and train."""
-        for link in self._links.values():
+        for link in self._all():
             link.send("turn")
 
     def close(self) -> None:
         """Tell the followers to stop, and leave. Idempotent."""
-        for link in self._links.values():
+        for link in self._all():
             link.expect_end()
             link.send("stop")
         self.abandon()
 
     def abandon(self) -> None:
         """Leave without a word: to the followers this rank has died, and so do they. Idempotent."""
-        for link in self._links.values():
-            link.close()
-        self._links.clear()
         self._listener.close()
+        for link in self._all():
+            link.close()
+
+    def _all(self) -> list[_Link]:
+        """The links there are now: ``close`` and ``abandon`` may run beside any other call."""
+        with self._arrived:
+            return list(self._links.values())
 
 
 class Follower:

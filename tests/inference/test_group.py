@@ -84,6 +84,23 @@ def test_a_leader_that_fails_does_not_tell_its_followers_to_stop(pair: Pair) -> 
     assert pair.leader_saw.empty()
 
 
+def test_close_may_come_while_a_leader_leaves(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = pair.leader._links[1]
+    leave = link.close
+
+    def meanwhile() -> None:
+        monkeypatch.setattr(link, "close", leave)
+        closing = threading.Thread(target=pair.leader.close)
+        closing.start()
+        closing.join(10)
+        leave()
+
+    monkeypatch.setattr(link, "close", meanwhile)
+    pair.leader.abandon()
+    assert pair.follower_saw.get(timeout=20).startswith("engine-7 rank 0 of this engine died: ")
+    assert pair.leader_saw.empty()
+
+
 def test_a_silent_peer_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "ALIVE_S", 30.0)
     monkeypatch.setattr(group, "SILENCE_S", 0.5)
