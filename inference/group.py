@@ -116,6 +116,7 @@ class Leader:
         if not is_loopback(host):
             log.warning("%s LEADS ITS RANKS UNENCRYPTED ON %s", name, host)
         self._links: dict[int, _Link] = {}
+        self._left = False
         self._arrived = threading.Condition()
 
     @property
@@ -175,13 +176,14 @@ class Leader:
 
     def close(self) -> None:
         """Tell the followers to stop, and leave. Idempotent."""
-        for link in self._all():
+        for link in [] if self._left else self._all():
             link.expect_end()
             link.send("stop")
         self.abandon()
 
     def abandon(self) -> None:
         """Leave without a word: to the followers this rank has died, and so do they. Idempotent."""
+        self._left = True
         self._listener.close()
         for link in self._all():
             link.close()
