@@ -274,6 +274,24 @@ def test_a_restarted_hub_learns_from_engines_what_is_published() -> None:
     assert newest is not None and newest["version"]["number"] == 2
 
 
+def test_what_engines_alone_have_shown_to_be_the_newest_version_never_goes_back() -> None:
+    """It went back when the last engine that served it was lost: joiners got an older one."""
+    hub = Hub()
+    hub.gone("publisher", "trainer")
+    hub.engine("x", installed=A2)
+    hub.engine("y", installed=A1)
+    hub.gone("subscriber", "x")
+    hub.gone("relay", "x")
+    hub.engine("late")
+    newest = machine.newest_version(hub.state, "policy")
+    assert newest is not None and newest["version"]["number"] == 2 and not newest["available"]
+    assert hub.offer("late") is None
+    hub.engine("x", installed=A3)
+    assert hub.begin("late") == "relay x"
+    newest = machine.newest_version(hub.state, "policy")
+    assert newest is not None and newest["version"]["number"] == 3
+
+
 def test_of_two_lineages_that_engines_hold_none_is_called_the_later_one() -> None:
     hub = Hub()
     hub.gone("publisher", "trainer")

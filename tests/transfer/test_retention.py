@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from jaxrl_sync.transfer import Publisher, PublisherConfig, Subscriber, Version
-from jaxrl_sync.transfer.errors import DeadlineError, MismatchError, TransferError
+from jaxrl_sync.transfer.errors import DeadlineError, MismatchError, PeerLost, TransferError
 from jaxrl_sync.transfer.hub.client import HubClient, HubRefused
 from jaxrl_sync.transfer.retained import RetentionFull
 from jaxrl_sync.transfer.retention import Decision, Stock, decide
@@ -262,3 +262,49 @@ def test_a_pin_that_ends_makes_room_for_the_copy_of_another(rig: Rig, params: An
     publish(publisher, 2)  # RetentionFull where nobody copies the second
     until(lambda: newest(client) == V[2])
     assert size <= publisher.stats()["copied_bytes"] < 2 * size
+
+
+def test_a_pin_whose_word_to_the_hub_was_lost_is_told_again(rig: Rig, params: Any) -> None:
+    """The pin was noted before its word was lost: it was never confirmed, and who pinned waited in vain."""
+    publisher, client = rig.publisher(params, offload_limit_bytes=0), rig.hub_client()
+    publish(publisher, 0)
+    until(lambda: client.newest() is not None)
+    call, lost = publisher._lease.call, list[str]()
+
+    def losing(path: str, *args: Any, **options: Any) -> Any:
+        if path == "/v1/event/hold" and not lost:
+            lost.append(path)
+            raise PeerLost("the hub is away")
+        return call(path, *args, **options)
+
+    publisher._lease.call = losing  # type: ignore[method-assign]
+    client.pin(V[0], "evaluation")  # DeadlineError where nobody says it again
+    assert lost and held(client)[0]["pinned_by"] == ["evaluation"]
+
+
+def test_a_pin_that_ends_as_a_grace_does_is_dropped(
+    rig: Rig, params: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kept while a restarted hub heard of pins, and then for ever: publishing stopped."""
+    grace_s, seen = [0.0], list[set[Version]]()
+    told = Publisher._pinned
+
+    def ends_in_between(self: Publisher, versions: set[Version]) -> None:
+        told(self, versions)
+        seen.append(versions)
+        if grace_s[0] and not versions:
+            grace_s[0] = 0.0
+
+    monkeypatch.setattr(Publisher, "_grace_s", property(lambda self: grace_s[0]))
+    monkeypatch.setattr(Publisher, "_pinned", ends_in_between)
+    monkeypatch.setattr("jaxrl_sync.transfer.publisher.POLL_S", 0.2)
+    publisher = rig.publisher(params, offload_limit_bytes=0, timeout_s=20.0)
+    client = rig.hub_client()
+    publish(publisher, 0)
+    until(lambda: client.newest() is not None)
+    client.pin(V[0], "evaluation")
+    grace_s[0] = 60.0
+    client.unpin(V[0], "evaluation")
+    until(lambda: bool(seen) and not seen[-1])
+    publish(publisher, 1)  # RetentionFull where the pin stays
+    until(lambda: newest(client) == V[1])
