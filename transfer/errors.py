@@ -27,6 +27,12 @@ class AuthError(TransferError):
     """Wrong or missing run token, foreign run id, or a token file that others could read."""
 
 
+class AddressError(TransferError, ValueError):
+    """A URL that nothing can listen at: another scheme, no host, no port that there could be."""
+
+    exit_code = 2
+
+
 class MismatchError(TransferError):
     """Two sides disagree on a layout, a correspondence, a plan or on bits; the message names the tensors."""
 

@@ -25,7 +25,7 @@ import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl_sync.transfer.errors import AuthError, ResourceError
+from jaxrl_sync.transfer.errors import AddressError, AuthError, ResourceError
 
 VALID_DAYS = 3650
 _PIN = "sha256"
@@ -91,8 +91,9 @@ class Trust:
 
 
 def split_url(url: str) -> tuple[str, Trust]:
-    """The URL to connect to and what its fragment says to trust. AuthError for another fragment."""
-    parts = urllib.parse.urlsplit(url)
+    """The URL to connect to and what its fragment says to trust. AddressError for what is no URL of an HTTP
+    server, AuthError for another fragment."""
+    parts = _parts(url)
     base = urllib.parse.urlunsplit(parts._replace(fragment="")).rstrip("/")
     key, _, value = parts.fragment.partition("=")
     if not parts.fragment:
@@ -106,6 +107,17 @@ def split_url(url: str) -> tuple[str, Trust]:
     raise AuthError(
         f"{base} has the fragment {parts.fragment[:100]!r}, expected sha256=<64 hex> or ca=<path>"
     )
+
+
+def _parts(url: str) -> urllib.parse.SplitResult:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return parts
+        why = "" if "://" in url else ", found no scheme"
+    except ValueError as error:  # of the host or the port
+        why = f": {error}"
+    raise AddressError(f"{url[:200]!r} is no URL, expected http://HOST:PORT or https://HOST:PORT{why}")
 
 
 def with_ca(url: str, ca: str | None) -> str:

@@ -6,7 +6,13 @@ from pathlib import Path
 
 from jaxrl_sync.config.errors import ConfigError, MissingFileError
 from jaxrl_sync.config.modes import check_mode
-from jaxrl_sync.config.sections import RunConfig
+from jaxrl_sync.config.sections import RunConfig, SyncSection
+
+_TAKEN_LIVE = (
+    *("fanout", "fanout_degree", "relay", "site", "sites", "spot"),
+    *("keep_versions", "offload_limit_mb"),
+)
+"""Keys of [sync] that say how engines take versions from a trainer and from each other."""
 
 
 def check(config: RunConfig) -> None:
@@ -41,6 +47,20 @@ def _check_channel(config: RunConfig) -> None:
         raise ConfigError(
             "eval.pin=true needs a trainer that serves the versions that it keeps, found "
             "sync.transport='file', where the newest sync.file.keep of them stay"
+        )
+
+
+def check_whole_run(config: RunConfig) -> None:
+    """Raise for what a run as a whole would ignore; a single engine may differ from the run that it joins."""
+    sync = config.sync
+    if sync.transport != "file":
+        return
+    default = SyncSection()
+    ignored = [f"sync.{k}={v!r}" for k in _TAKEN_LIVE if (v := getattr(sync, k)) != getattr(default, k)]
+    if ignored:
+        raise ConfigError(
+            f"sync.transport='file' reads every version from the folder, so {', '.join(ignored)} would be "
+            "ignored; expected the defaults, or another transport"
         )
 
 

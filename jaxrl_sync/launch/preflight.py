@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxrl_sync.config import ConfigError, RunConfig
@@ -24,11 +25,13 @@ class PortError(UserError, OSError):
 
 def check_rooms(config: RunConfig) -> None:
     """Make every room's own settings, each of which refuses what it can't work with."""
+    from jaxrl_sync.config.checks import check_whole_run
     from jaxrl_sync.config.convert import to_engine
     from jaxrl_sync.orchestrator.config import loop_config
     from jaxrl_sync.trainer.config import validate_loss
     from jaxrl_sync.trainer.settings import loss_config, trainer_config
 
+    check_whole_run(config)
     to_engine(config)
     loop_config(config)
     trainer_config(config)
@@ -57,6 +60,16 @@ def _check_room(config: RunConfig, name: str, task: Task) -> None:
             f"engine.max_len={room} is below {needed}: prompts of task {name!r} have up to "
             f"{task.max_prompt_len} tokens and loop.sampling.max_tokens={config.loop.sampling.max_tokens}"
         )
+
+
+def check_channel(config: RunConfig, run_dir: Path, token: str) -> None:
+    """Make the folder of the file channel, if the run has one, and see that its trainer can write there."""
+    from jaxrl_sync.config.file_channel import channel_path, to_trust
+    from jaxrl_sync.transfer.files.place import check_place
+
+    path = channel_path(config, run_dir)
+    if path is not None:
+        check_place("sync.file.path", path, to_trust(config), token if config.sync.file.sealed else None)
 
 
 def check_ports(config: RunConfig) -> None:

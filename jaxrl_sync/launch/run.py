@@ -12,7 +12,7 @@ from jaxrl_sync.config import RunConfig, load, parse_overrides, render, save
 from jaxrl_sync.config.file_channel import channel_path
 from jaxrl_sync.launch.certificates import server_tls
 from jaxrl_sync.launch.commands import workers
-from jaxrl_sync.launch.preflight import check_ports, check_rooms, check_task
+from jaxrl_sync.launch.preflight import check_channel, check_ports, check_rooms, check_task
 from jaxrl_sync.launch.rundir import create, locked
 from jaxrl_sync.launch.summary import describe_summary
 from jaxrl_sync.launch.supervisor import INTERRUPTED, Outcome, Supervisor, read_json
@@ -60,6 +60,7 @@ def _supervise(config: RunConfig, path: Path, resume: bool) -> Outcome:
     forget_attempt(path, keep_token)
     save(config, path / "config.toml")
     token = load_token(path / "token") if keep_token else create_token(path / "token")
+    check_channel(config, path, token)
     server_tls(config, path)
     view = open_view(path)
     try:

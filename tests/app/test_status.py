@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from jaxrl_sync.transfer import HubClient, Version, auth
 from jaxrl_sync.transfer.hub.server import Routes
 from tests.transfer.models import Rig, ServerThread, take, trainer_params, until
 
+TOKEN = "a token file"
 V1, V3 = {"lineage": "abcdefabcdefabcdef", "number": 1}, {"lineage": "abcdefabcdefabcdef", "number": 3}
 FLEET: dict[str, Any] = {
     "newest": {"policy": {"version": V3, "bytes": 2_500_000, "published_at": 90.0, "available": True}},
@@ -226,15 +228,26 @@ def test_watching_ends_when_interrupted(monkeypatch: pytest.MonkeyPatch) -> None
     [
         (["status"], 2, "needs RUN_DIR, or --hub with --token-file"),
         (["status", "--hub", "http://127.0.0.1:1"], 2, "needs RUN_DIR, or --hub with --token-file"),
+        (
+            ["status", "--hub", "nonsense", "--token-file", TOKEN],
+            2,
+            "'nonsense' is no URL, expected http://HOST",
+        ),
+        (["status", "--hub", "127.0.0.1:80", "--token-file", TOKEN], 2, "'127.0.0.1:80' is no URL"),
+        (["status", "--hub", "http://", "--token-file", TOKEN], 2, "'http://' is no URL"),
+        (["status", "--hub", "http://h:x", "--token-file", TOKEN], 2, "'http://h:x' is no URL"),
+        (["status", "--hub", "ftp://h:1", "--token-file", TOKEN], 2, "'ftp://h:1' is no URL"),
         (["status", "/", "--watch", "0"], 2, "expected seconds above 0"),
         (["status", "/"], 2, "is not a run directory"),
     ],
 )
 def test_command_lines_that_can_not_be(
-    words: list[str], code: int, line: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], code: int, line: str, token_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(words) == code
-    assert line in capsys.readouterr().err
+    """Each at once and by name: nobody waits for a hub at what is no address."""
+    started = time.monotonic()
+    assert main([str(token_file) if word == TOKEN else word for word in words]) == code
+    assert line in capsys.readouterr().err and time.monotonic() - started < status_module.ANSWER_S
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from jaxrl_sync.cli import main
 from jaxrl_sync.config import load, parse_overrides
 from jaxrl_sync.config.errors import ConfigError
 from jaxrl_sync.config.file_channel import channel_path, to_file_source, to_file_writer
+from jaxrl_sync.launch.preflight import check_rooms
+from jaxrl_sync.transfer.files.channel import Channel
 from jaxrl_sync.transfer.files.config import Trust
 from tests.app.runs import ADDITION
 from tests.files.channels import holds, reader, take, write, writer
@@ -44,6 +47,43 @@ def test_what_a_folder_can_not_do_is_refused_with_the_config(word: str, message:
     with pytest.raises(ConfigError, match=message):
         load(ADDITION, parse_overrides(["--sync.transport=file", "--sync.file.path=weights", word]))
     load(ADDITION, parse_overrides(["--sync.transport=tcp", "--sync.file.path=weights", word]))  # beside it
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--sync.relay=true"],
+        ["--sync.fanout=tree", "--sync.fanout_degree=3"],
+        ["--sync.site=a", '--sync.sites=["a", "b"]'],
+        ["--sync.spot=[1]"],
+        ["--sync.keep_versions=2", "--sync.offload_limit_mb=5"],
+    ],
+)
+def test_a_run_through_a_folder_names_every_setting_that_it_would_ignore(words: list[str]) -> None:
+    config = load(ADDITION, parse_overrides(["--sync.transport=file", "--sync.file.path=weights", *words]))
+    with pytest.raises(ConfigError) as refused:
+        check_rooms(config)
+    keys = [word.removeprefix("--").partition("=")[0] for word in words]
+    assert all(key in str(refused.value) for key in keys)
+    check_rooms(load(ADDITION, parse_overrides(["--sync.transport=tcp", "--sync.file.path=weights", *words])))
+
+
+def test_a_folder_that_can_not_be_used_ends_a_run_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    (tmp_path / "open").mkdir(mode=0o777)
+    (tmp_path / "open").chmod(0o777)
+    with Channel.create(tmp_path / "foreign", Trust(), "ab" * 32, "policy"):
+        pass
+    cases = [("file", "no plain file or folder"), ("open", "others may write it"), ("foreign", "is of run")]
+    for number, (name, message) in enumerate([*cases, ("file/below", "Not a directory")]):
+        run_dir = tmp_path / f"run{number}"
+        words = ["--sync.transport=file", f"--sync.file.path={tmp_path / name}"]
+        assert main(["run", str(ADDITION), "--run-dir", str(run_dir), *words]) == 3
+        error = capsys.readouterr().err
+        assert f"sync.file.path={tmp_path / name}: " in error and message in error and error.count("\n") == 1
+        assert not (run_dir / "logs").exists(), "something was started"
 
 
 @pytest.mark.parametrize(("file_mode", "folder_mode"), [(0o600, 0o700), (0o640, 0o750), (0o644, 0o755)])

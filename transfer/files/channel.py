@@ -13,7 +13,6 @@ import logging
 import secrets
 import time
 from pathlib import Path
-from typing import Any
 
 from jaxrl_sync.sharding import Correspondence
 from jaxrl_sync.sharding.errors import MappingError
@@ -30,11 +29,11 @@ from jaxrl_sync.transfer.files.manifest import (
     Part,
     Table,
 )
+from jaxrl_sync.transfer.files.place import MAX_CHANNEL_BYTES, described
 from jaxrl_sync.transfer.files.seal import Seal, is_whole
 from jaxrl_sync.transfer.files.stored import Stored
 from jaxrl_sync.transfer.version import Version
 
-MAX_CHANNEL_BYTES = 1 << 16
 TORN_S = 2.0
 """A file of a line that isn't whole after so long is of somebody who died."""
 LOOK_S = 0.05
@@ -64,12 +63,12 @@ class Channel:
         self._stored: dict[str, Stored] = {}
         self._refused: set[Version] = set()
         try:
-            described = self._describe(token)
-            self.id = str(described.get("id"))
-            self.model = str(described.get("model"))
+            about = described(self.root, token)
+            self.id = str(about.get("id"))
+            self.model = str(about.get("model"))
             if model is not None and self.model != model:
                 raise ForeignChannel(f"{self.where} is of model {self.model!r}, expected {model!r}")
-            self.run_id = described.get("run_id")
+            self.run_id = about.get("run_id")
             self.seal = Seal.of(token, self.id)
             for name in names.FOLDERS:
                 self._folders[name] = root.child(name)
@@ -94,30 +93,18 @@ class Channel:
                 root.child(name, create=True).close()
             _remove_torn(root)
             if root.mtime_s(names.CHANNEL) is None:
-                described = {
+                fresh = {
                     "id": secrets.token_hex(8),
                     "model": model,
                     "run_id": auth.run_id_of(token) if token is not None else None,
                     "made_s": time.time(),
                 }
                 with contextlib.suppress(ChannelError):  # another one was first
-                    root.commit(names.CHANNEL, Seal.of(token).document("channel", described))
+                    root.commit(names.CHANNEL, Seal.of(token).document("channel", fresh))
         except BaseException:
             root.close()
             raise
         return cls(root, token, model)
-
-    def _describe(self, token: str | None) -> dict[str, Any]:
-        data = self.root.read(names.CHANNEL, MAX_CHANNEL_BYTES)
-        where = f"{self.where}/{names.CHANNEL}"
-        if not is_whole(data):
-            raise NoVersion(f"{where} isn't whole (yet)")
-        sealed = _run_id_unproved(data)
-        if token is None and sealed is not None:
-            raise ForeignChannel(f"{where} is sealed with the token of run {sealed[:32]!r}, found no token")
-        if token is not None and sealed != (mine := auth.run_id_of(token)):
-            raise ForeignChannel(f"{where} is of run {(sealed or 'none')[:32]!r}, expected {mine!r}")
-        return Seal.of(token).open("channel", data, where)
 
     def __getitem__(self, folder: str) -> Folder:
         return self._folders[folder]
@@ -244,13 +231,3 @@ def _remove_torn(root: Folder) -> None:
                 root.remove(names.CHANNEL)
                 return
             time.sleep(LOOK_S)
-
-
-def _run_id_unproved(data: bytes) -> str | None:
-    """The run that a CHANNEL file says it is of, without any proof: for messages and to choose a key."""
-    try:
-        value = json.loads(data.partition(b"\n")[2])
-        found = value.get("run_id")
-    except (ValueError, RecursionError, AttributeError):
-        return None
-    return found if isinstance(found, str) else None
