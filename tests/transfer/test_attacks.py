@@ -336,3 +336,18 @@ def test_an_address_that_somebody_else_could_have_written_is_not_followed(tmp_pa
         os.mkfifo(file, 0o600)
         with pytest.raises(ResourceError, match="expected a file that only uid"):
             find_hub(tmp_path / "run", 5)
+
+
+def test_a_hub_that_can_not_say_where_it_is_leaves_no_thread_and_no_port(tmp_path: Path) -> None:
+    """Its thread served on, and its port was taken until the process ended."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = int(probe.getsockname()[1])
+    (tmp_path / "run" / "hub.new").mkdir(parents=True)
+    before = {thread.ident for thread in threading.enumerate()}
+    with pytest.raises(ResourceError, match=r"can't write .*hub\.json: "):
+        LocalHub(tmp_path / "run", port=port)
+    left = [t.name for t in threading.enumerate() if t.ident not in before and t.name == "local-hub"]
+    assert left == []
+    (tmp_path / "run" / "hub.new").rmdir()
+    with LocalHub(tmp_path / "run", port=port) as hub:
+        assert find_hub(tmp_path / "run", 5).url == hub.url == f"http://127.0.0.1:{port}"

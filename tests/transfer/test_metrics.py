@@ -12,8 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxrl_sync.transfer import Version, auth
 from jaxrl_sync.transfer.exposition import CONTENT_TYPE, Family, Sample, counter, gauge, render
+from jaxrl_sync.transfer.hub.metrics import families
 from jaxrl_sync.transfer.hub.state import HubState, MemberKey, Round
-from jaxrl_sync.transfer.hub.trace import MAX_ROWS, MAX_WORDS, PHASES, SIZED, Trace
+from jaxrl_sync.transfer.hub.trace import MAX_ROWS, PHASES, SIZED, Trace
 from tests.transfer.models import Rig, ServerThread, take, trainer_params, until
 from tests.transfer.test_front_doors import running_engine, running_hub
 
@@ -146,14 +147,21 @@ def test_the_trace_is_bounded() -> None:
     assert trace.seq == MAX_ROWS + 10
 
 
-def test_words_that_nobody_knows_make_no_labels_without_end() -> None:
+def test_words_that_nobody_knows_make_no_labels_and_keep_no_real_ones_out() -> None:
     trace = Trace()
     entry = Round("r-1", 1, "policy", "e", Version("a", 1), {0: "installed"}, {0: "i"}, {0: "i"}, "trainer")
-    for n in range(MAX_WORDS * 3):
-        edge = {"transport": f"t{n}", "payload": "full", "bytes": {"wire": 1}}
+    invented = [{"transport": f"t{n}", "payload": f"p{n % 7}", "bytes": {"wire": 1}} for n in range(200)]
+    for n, edge in enumerate([*invented, {"transport": "tcp", "payload": "frame", "bytes": {"wire": 5}}]):
+        edge["seconds"] = {f"phase{n}": 1.0, "wire": 0.5}
         trace.reported(MemberKey("subscriber", "engine-0", n), entry, {"edges": [edge]}, 1.0)
-    assert len(trace.payloads) == MAX_WORDS + 1 and len(trace.phases) == (MAX_WORDS + 1) * len(PHASES)
-    assert trace.payloads["other", "other"].nbytes == MAX_WORDS * 2
+    assert set(trace.payloads) == {("other", "other"), ("tcp", "frame")}
+    assert set(trace.phases) == {(phase, word) for phase in PHASES for word in ("other", "tcp")}
+    assert trace.payloads["other", "other"].nbytes == 200 and trace.payloads["tcp", "frame"].nbytes == 5
+    state = HubState("e")
+    shown = families(state, trace, now=0.0, t=0.0, refused={}, blobs_bytes=0)
+    told = [pair for family in shown for sample in family.samples for pair in sample.labels.items()]
+    labels = {value for name, value in told if name in ("transport", "payload")}
+    assert labels == {"other", "tcp", "frame"}
 
 
 def test_commit_counts_from_the_last_rank_s_announcement_and_export_is_the_slowest() -> None:

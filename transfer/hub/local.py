@@ -44,8 +44,10 @@ class LocalHub:
     def __init__(
         self, folder: str | Path, *, host: str = "127.0.0.1", port: int = 0, ttl_s: float = 10.0
     ) -> None:
-        """Returns when the hub answers. ``folder`` is made if need be; ResourceError when the port is taken,
-        DeadlineError after 30 s."""
+        """Returns when the hub answers and the folder says where. ``folder`` is made if need be.
+
+        ResourceError when the port is taken or the folder can't be written, DeadlineError after 30 s.
+        """
         place = Path(folder)
         place.mkdir(parents=True, exist_ok=True)
         self.token_file = place / TOKEN_FILE
@@ -65,19 +67,35 @@ class LocalHub:
         self._thread = threading.Thread(target=serve, name="local-hub", daemon=True)
         self._thread.start()
         try:
+            self.url = self._started(started, f"{host}:{port}")
+            self._tell()
+        except BaseException:
+            self.close()  # nobody else could
+            raise
+
+    @staticmethod
+    def _started(started: queue.SimpleQueue[str | BaseException], where: str) -> str:
+        try:
             found = started.get(timeout=START_S)
         except queue.Empty:
-            self._stop.set()
-            raise DeadlineError(f"the hub on {host}:{port} did not answer within {START_S:g} s") from None
+            raise DeadlineError(f"the hub on {where} did not answer within {START_S:g} s") from None
         if isinstance(found, BaseException):
             raise found
-        self.url = found
+        return found
+
+    def _tell(self) -> None:
+        """Write where the hub is; the file appears whole."""
         partial = self._address.with_suffix(".new")
-        partial.unlink(missing_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(partial, flags, 0o600), "w", encoding="utf8") as file:
-            json.dump({"url": self.url, "pid": os.getpid()}, file)
-        partial.replace(self._address)
+        try:
+            partial.unlink(missing_ok=True)
+            with os.fdopen(os.open(partial, flags, 0o600), "w", encoding="utf8") as file:
+                json.dump({"url": self.url, "pid": os.getpid()}, file)
+            partial.replace(self._address)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise ResourceError(f"can't write {self._address}: {error.strerror or error}") from error
 
     def close(self) -> None:
         """Stop serving; engines keep the weights that they have. Idempotent."""

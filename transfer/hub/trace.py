@@ -28,8 +28,10 @@ MAX_ROWS = 4096
 MAX_EDGES = 256
 MAX_VERSIONS = 256
 MAX_VALUE = 1e15
-MAX_WORDS = 32
-"""Transports with their payloads that totals are kept of; more are nonsense, and counted as "other"."""
+TRANSPORTS = frozenset({"shm", "verbs", "tcp"})
+PAYLOADS = frozenset({"full", "frame"})
+OTHER = "other"
+"""Totals are kept by the words that there are; whatever else a member says is counted under this one."""
 _SHOWN = 80
 
 Row = dict[str, Any]
@@ -178,9 +180,8 @@ class Trace:
         self._add("round", row, t)
 
     def _count(self, row: Row) -> None:
-        transport, payload = row["transport"], row["payload"]
-        if (transport, payload) not in self.payloads and len(self.payloads) >= MAX_WORDS:
-            transport = payload = "other"
+        transport = row["transport"] if row["transport"] in TRANSPORTS else OTHER
+        payload = row["payload"] if row["payload"] in PAYLOADS else OTHER
         for phase in PHASES:
             total = self.phases.setdefault((phase, transport), Total())
             total.add(row[f"seconds_{phase}"], row.get(f"bytes_{phase}", 0.0))
