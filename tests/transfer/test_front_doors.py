@@ -27,6 +27,7 @@ from jaxrl_sync.orchestrator.engines import Engine, EngineClient, EngineGoneErro
 from jaxrl_sync.transfer import HubClient, Version, auth, impatient, tls
 from jaxrl_sync.transfer.errors import AuthError, ResourceError
 from jaxrl_sync.transfer.guard import Guard
+from jaxrl_sync.transfer.hub import room
 from jaxrl_sync.transfer.hub import server as hub_server
 from jaxrl_sync.transfer.hub.server import run_hub
 from jaxrl_sync.transfer.rates import DEFAULT_LIMITS, Buckets, Rate, RateLimits
@@ -258,6 +259,49 @@ def test_a_crowd_of_members_is_no_attack(server: Server) -> None:
             return [answer.status_code for answer in await asyncio.gather(*calls)]
 
     assert set(asyncio.run(crowd())) == {200}
+
+
+@pytest.mark.parametrize("descriptors", [256, 1024, 4096, 65536, 1 << 20])
+def test_a_hub_takes_as_many_members_as_it_has_connections_for(descriptors: int) -> None:
+    """It took 16384 members, and answered 503 from 2048 connections on."""
+    found = room.Room.of(descriptors)
+    strangers = min(impatient.MAX_UNPROVEN, descriptors // 2)
+    assert found.members * room.CONNECTIONS_PER_MEMBER + strangers <= found.connections < descriptors
+    assert found.members <= room.MAX_MEMBERS and found.refusal(found.members - 1) is None
+    assert (found.members == room.MAX_MEMBERS) == (descriptors >= 65536)
+    refusal = found.refusal(found.members)
+    assert refusal is not None and f"{found.members} members are registered" in refusal
+
+
+def test_a_member_too_many_is_refused_by_name_and_those_that_were_taken_are_all_served(
+    token_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = room.Room.of(256)
+    monkeypatch.setattr(room.Room, "here", lambda: small)
+    token = auth.load_token(token_file)
+
+    async def fleet(url: str) -> tuple[list[int], httpx.Response, httpx.Response]:
+        limits = httpx.Limits(max_connections=None)
+        headers = auth.bearer_headers(token)
+        async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=60) as client:
+
+            async def register(rank: int) -> httpx.Response:
+                body = {"role": "subscriber", "name": "e", "rank": rank, "size": 4096, "incarnation": "i"}
+                return await client.post("/v1/event/register", json={**body, "info": {}, "ttl_s": 60})
+
+            assert {(await register(n)).status_code for n in range(small.members)} == {200}
+            polls = room.CONNECTIONS_PER_MEMBER * small.members - 1  # one is left for what comes now
+            waits = [client.post("/v1/newest", json={"model": "m", "timeout_s": 2.0}) for _ in range(polls)]
+            waiting = asyncio.gather(*waits)
+            refused, again = await register(small.members), await register(0)
+            return [answer.status_code for answer in await waiting], refused, again
+
+    with running_hub(token_file) as url:
+        answers, refused, again = asyncio.run(fleet(url))
+    assert set(answers) == {200} and again.status_code == 200
+    assert refused.status_code == 400
+    assert f"{small.members} members are registered" in refused.json()["message"]
+    assert "limit of 256 open files (ulimit -n)" in refused.json()["message"]
 
 
 def test_a_connection_that_has_proven_itself_stays(shared: Server) -> None:

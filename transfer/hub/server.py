@@ -35,6 +35,7 @@ from jaxrl_sync.transfer.guard import Guard
 from jaxrl_sync.transfer.hub import machine, preflight, views
 from jaxrl_sync.transfer.hub.bodies import BadRequest, event_of, member_key, model_name, number, text, version
 from jaxrl_sync.transfer.hub.metrics import families
+from jaxrl_sync.transfer.hub.room import Room
 from jaxrl_sync.transfer.hub.state import HubState, Tag, version_json, version_of
 from jaxrl_sync.transfer.hub.trace import Trace
 from jaxrl_sync.transfer.rates import DEFAULT_LIMITS, RateLimits
@@ -48,7 +49,6 @@ MAX_BLOBS = 1 << 16
 MAX_POLL_S = 30.0
 BODY_TIMEOUT_S = 20.0
 TICK_S = 0.5
-MAX_MEMBERS = 1 << 14
 MAX_HOLDINGS = 4096
 MAX_MODELS = 1024
 _HTTP = {"unknown_round": 410, "round_over": 410}  # others: 409
@@ -59,8 +59,9 @@ logger = logging.getLogger("jaxrl_sync.hub")
 class Hub:
     """The state, the lock-free loop that changes it, and the blobs. Lives on one event loop."""
 
-    def __init__(self, token: str, run_id: str, ttl_s: float) -> None:
+    def __init__(self, token: str, run_id: str, ttl_s: float, room: Room) -> None:
         self.token = token
+        self.room = room
         self.run_id = run_id
         self.ttl_s = ttl_s
         self.state = HubState(epoch=secrets.token_hex(8))
@@ -225,8 +226,9 @@ class Routes:
         """What one member, or all of them, may have the hub remember."""
         state = self.hub.state
         if isinstance(event, machine.Register):
-            if len(state.members) >= MAX_MEMBERS and event.key not in state.members:
-                raise BadRequest(f"{len(state.members)} members are registered, no more are taken")
+            refusal = self.hub.room.refusal(len(state.members))
+            if refusal is not None and event.key not in state.members:
+                raise BadRequest(refusal)
         elif isinstance(event, (machine.Announce, machine.Hold, machine.Unpublish)):
             if len(state.holdings.get(event.key, {})) >= MAX_HOLDINGS:
                 raise BadRequest(f"{event.key} holds {MAX_HOLDINGS} versions, no more are taken")
@@ -413,7 +415,8 @@ def run_hub(
     except OSError as error:
         raise ResourceError(f"can't listen on {host}:{port}: {error.strerror or error}") from error
     with contextlib.closing(sock):
-        hub = Hub(token, run_id or auth.run_id_of(token), ttl_s)
+        room = Room.here()
+        hub = Hub(token, run_id or auth.run_id_of(token), ttl_s, room)
         public = ("/health", "/metrics") if metrics_open else ("/health",)
         app = Starlette(routes=Routes(hub).table(), lifespan=_ticking(hub))
         guard = Guard(app, token=token, deny=_deny, refusals=hub.refusals, public=public, limits=limits)
@@ -422,7 +425,7 @@ def run_hub(
             hub.refusals,
             sock,
             tls=context,
-            limit_concurrency=2048,
+            limit_concurrency=room.connections,
             timeout_graceful_shutdown=1,
             lifespan="on",
         )
