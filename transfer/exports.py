@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -94,7 +95,9 @@ class _HostLeaf:
 class Held:
     """One version's buffers: per kind of export, or a snapshot from which an export can still be made.
 
-    A copy in host memory takes the place of both when their memory is needed.
+    A copy in host memory takes the place of both when their memory is needed. ``view`` gives the shards of an
+    export, by version and kind; with ``reuse`` its buffers go to a later export once nothing begins here any
+    more, else to whoever still holds the shards.
     """
 
     version: Version
@@ -103,6 +106,8 @@ class Held:
     retired: bool = False
     exported: bool = True
     copied: bool = False
+    view: Callable[[Version, str, Exported], Shards] = lambda version, kind, exported: shards_of(exported)
+    reuse: bool = True
     _shards: dict[str, Shards] = dataclasses.field(default_factory=dict)
     _copies: dict[str, Shards] = dataclasses.field(default_factory=dict)
     _host_tree: Any = None
@@ -127,7 +132,8 @@ class Held:
                     exported = export(correspondence, tree)
                 if self.exported:
                     self.exports[kind] = exported
-                made[kind] = shards_of(exported) if self.exported else copy_of(shards_of(exported))
+                whole = self.view(self.version, kind, exported) if self.exported else None
+                made[kind] = copy_of(shards_of(exported)) if whole is None else whole
             return made[kind]
 
     def _whole_tree(self) -> Any:
@@ -156,7 +162,7 @@ class Held:
             self.exported = False
             self._shards.clear()
             exports, self.exports, self.tree = self.exports, {}, None
-        return exports
+        return exports if self.reuse else {}
 
     def retire(self) -> Spare:
         """No transfer begins from this version any more; its exports, for a later one to take over."""
@@ -165,4 +171,4 @@ class Held:
             self._shards.clear()
             self._copies, self._host_tree = {}, None
             exports, self.exports, self.tree = self.exports, {}, None
-        return exports
+        return exports if self.reuse else {}

@@ -343,10 +343,12 @@ class Outbound:
         self._say({"kind": "done", "round": round_id, "version": version_json(version)})
         digests = encoded.digests if self._owner.config.verify else {}
         seconds = {"wire": wire_s, "encode": encoded.encode_s, "queue": self._queue_s}
+        seconds["compare"] = encoded.compare_s
         self._say({"kind": "sums", "round": round_id, "digests": digests, "seconds": seconds})
         self._use_of_chain.sent_frame(encoded, wire_s)
         name, density = self._sender.name, encoded.density
-        return RankOutcome("pending", "", name, size, seconds, FRAME, encoded.coding, density)
+        outcome = RankOutcome("pending", "", name, size, seconds, FRAME, encoded.coding, density)
+        return dataclasses.replace(outcome, compared=encoded.compared)
 
     def close(self) -> None:
         """Close the connection, the lanes and the mappings. Idempotent; the thread ends by itself."""

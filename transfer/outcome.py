@@ -20,8 +20,8 @@ RankKey = tuple[str, int]
 class RankOutcome:
     """One rank of one engine: bytes that this process sent, seconds by phase (queue, wire, verify, swap).
 
-    ``payload`` is full or frame; of a frame, ``coding`` names its codings and ``density`` the share of the
-    edge's elements that changed.
+    ``payload`` is full or frame; of a frame, ``coding`` names its codings, ``density`` the share of the
+    edge's elements that changed, and ``compared`` where that was found out: host or device.
     """
 
     state: RankState = "pending"
@@ -32,6 +32,7 @@ class RankOutcome:
     payload: str = "full"
     coding: str = ""
     density: float = 1.0
+    compared: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

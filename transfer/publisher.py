@@ -39,6 +39,7 @@ from jaxrl_sync.transfer.owner import Reading
 from jaxrl_sync.transfer.pairing import Pairing
 from jaxrl_sync.transfer.pairings import Pairings
 from jaxrl_sync.transfer.payload.chains import Chains
+from jaxrl_sync.transfer.payload.comparing import Comparing
 from jaxrl_sync.transfer.retained import Retained
 from jaxrl_sync.transfer.version import Version
 
@@ -99,6 +100,7 @@ class Publisher:
         self._lock = threading.Lock()
         self._stats = PublisherStats()
         self.chains = Chains(self.config.payload, self.config.threads)
+        self._comparing = Comparing(self.config.payload, self.source.devices, self.config.threads)
         self._kinds: dict[str, Correspondence] = {}
         self._kind_of: dict[str, str] = {}
         self._unused: dict[str, int] = {}
@@ -157,10 +159,11 @@ class Publisher:
         return self._hub.register(*who, info, ttl_s, on_lost=on_lost, on_rejoin=self._rejoin)
 
     def _export_bytes(self) -> int:
-        """At most so much do the exports of this process take: the versions kept and one being made."""
+        """At most so much do this process's exports take: kept ones, one being made, one compared with."""
         if self.rank not in self.source.devices.values():
             return 0
-        return SlotLayout.of(self.source, self.rank).total_bytes * (self.config.keep_versions + 1)
+        count = self.config.keep_versions + 1 + self._comparing.extra_exports
+        return SlotLayout.of(self.source, self.rank).total_bytes * count
 
     # What the training thread calls.
 
@@ -179,7 +182,9 @@ class Publisher:
         self._retained.wait_room(version, self.config.timeout_s, lambda: not self.closing)
         kinds, spare = self._kinds_wanted(), self._take_spare()
         exports = {kind: export(c, tree, spare.get(kind)) for kind, c in kinds.items()}
-        held = Held(version, exports, None if kinds else snapshot(tree))
+        comparing = self._comparing
+        tree = None if kinds else snapshot(tree)
+        held = Held(version, exports, tree, view=comparing.shards, reuse=not comparing.lazy)
         export_s = time.monotonic() - start
         ranks = sorted({link.key for link in self._listening.links})
         with self._lock:
@@ -233,7 +238,7 @@ class Publisher:
             counters = {**dataclasses.asdict(self._stats), "links": len(self._listening.links)}
         counters["copied_bytes"] = self._retained.copied_bytes
         counters["refused"] = sum(self._listening.refused.values())
-        return {**counters, **self.chains.stats()}
+        return {**counters, **self.chains.stats(), **self._comparing.stats()}
 
     # The hub.
 

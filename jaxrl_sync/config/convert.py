@@ -96,7 +96,7 @@ def to_payload(config: RunConfig) -> PayloadSettings:
 
     s = config.sync.sparse
     rules = CodingRules(s.positions, s.values, s.zstd)
-    return PayloadSettings(config.sync.payload, rules, s.anchor_every, s.history)
+    return PayloadSettings(config.sync.payload, rules, s.anchor_every, s.history, s.compare)
 
 
 def to_publisher(config: RunConfig) -> PublisherConfig:

@@ -398,6 +398,8 @@ class SparseTable(Section):
     """Versions after which everything is sent again; 0: only where it is needed."""
     history: Positive = 8
     """Versions whose changes the trainer keeps for engines that skip some."""
+    compare: Literal["auto", "host", "device"] = "auto"
+    """Where the trainer finds out what changed; auto: on accelerators there, on CPUs on the host."""
     recount_every: Positive = 16
     """Versions after which an engine counts the digests over every weight again."""
 

@@ -14,8 +14,10 @@ from jaxrl_sync.sharding.digests import copies_digest
 from jaxrl_sync.transfer.codec.errors import CorruptFrame, FrameError, TruncatedFrame, WrongBase, WrongPlan
 from jaxrl_sync.transfer.codec.rules import CodingRules
 from jaxrl_sync.transfer.payload import chain as chain_module
-from jaxrl_sync.transfer.payload.chain import Chain, compare, compare_numpy, union
+from jaxrl_sync.transfer.payload.baseline import HostBaseline
+from jaxrl_sync.transfer.payload.chain import Chain
 from jaxrl_sync.transfer.payload.chains import Chains
+from jaxrl_sync.transfer.payload.entries import compare, compare_numpy, union
 from jaxrl_sync.transfer.payload.sections import Section
 from jaxrl_sync.transfer.payload.settings import RETRY, PayloadSettings, Seen
 from jaxrl_sync.transfer.payload.shadow import Shadow
@@ -200,7 +202,8 @@ def test_a_baseline_that_is_wrong_is_taken_again_with_the_next_anchor() -> None:
         return copies_digest(EDGE.copies, shards(tree, SOURCE), "source")
 
     chain.anchor(versions[0], shards(tree, SOURCE), digests())
-    chain._baseline[0][3] ^= 1  # a fault of memory
+    assert isinstance(chain._baseline, HostBaseline)
+    chain._baseline.bits[0][3] ^= 1  # a fault of memory
     tree = stepped(tree, 0.05, rng)
     wrong = chain.frame(versions[0], versions[1], shards(tree, SOURCE))
     assert wrong is not None and wrong.digests != digests()  # the receiver refuses it and asks for an anchor

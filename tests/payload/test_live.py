@@ -38,14 +38,22 @@ def _prepare(subscriber: Any) -> Any:
 
 
 @pytest.mark.invariant(39)
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("values", ["overwrite", "auto"])
-def test_frames_bring_every_version_bit_for_bit(rig: Rig, transport: str, values: Any) -> None:
+@pytest.mark.parametrize(
+    ("transport", "values", "compare"),
+    [
+        ("shm", "overwrite", "host"),
+        ("shm", "auto", "host"),
+        ("tcp", "overwrite", "host"),
+        ("tcp", "auto", "host"),
+        ("tcp", "auto", "device"),
+    ],
+)
+def test_frames_bring_every_version_bit_for_bit(rig: Rig, transport: str, values: Any, compare: Any) -> None:
     params = trainer_params()
-    settings = PayloadSettings("sparse", CodingRules(values=values, whole=False))
+    settings = PayloadSettings("sparse", CodingRules(values=values, whole=False), compare=compare)
     publisher = rig.publisher(params, transport, payload=settings)
     subscriber = rig.subscriber(transport=transport)
-    full_bytes = 0
+    full_bytes, read = 0, 0.0
     for number in range(8):
         ticket = publisher.publish(params, Version("a", number))
         update, report = _prepare(subscriber)
@@ -59,8 +67,29 @@ def test_frames_bring_every_version_bit_for_bit(rig: Rig, transport: str, values
             rank = ticket.wait(10).engines["engine-0"][0]
             assert (rank.payload, rank.nbytes) == ("frame", report.nbytes)
             assert rank.density == pytest.approx(report.density) and rank.coding == report.coding
+            assert rank.compared == compare and 0 < rank.seconds["compare"] <= rank.seconds["encode"]
+            assert publisher.stats()["shards_read"] == read  # none since the anchor
+        read = publisher.stats()["shards_read"]
         params = _step(params, number)
-    assert subscriber.stats()["frames"] == 7 == publisher.stats()["frames"]
+    stats = publisher.stats()
+    assert subscriber.stats()["frames"] == 7 == stats["frames"]
+    assert stats["compare_on_device"] == (compare == "device") and stats["device_compares"] in (0, 7)
+    assert (stats["baseline_bytes"] == 0) == (read > 0) == (compare == "device")
+
+
+@pytest.mark.parametrize("count", [1, 4, 16])
+def test_equal_replicas_share_what_the_devices_find(rig: Rig, count: int) -> None:
+    params = trainer_params()
+    settings = PayloadSettings("sparse", CodingRules(whole=False), compare="device")
+    publisher = rig.publisher(params, "tcp", payload=settings)
+    engines = [rig.subscriber(f"engine-{i}", transport="tcp") for i in range(count)]
+    for number in range(3):
+        publisher.publish(params, Version("a", number))
+        for engine in engines:
+            assert same_bits(take(engine)[1], convert(params))
+        params = _step(params, number)
+    stats = publisher.stats()
+    assert (stats["device_compares"], stats["frames_encoded"], stats["frames"]) == (2, 2, 2 * count)
 
 
 def test_full_stays_full_and_auto_is_full_over_shared_memory(rig: Rig) -> None:

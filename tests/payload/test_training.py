@@ -57,17 +57,24 @@ def _take(subscriber: Subscriber, wanted: Version, expected: Any) -> str:
 
 @pytest.mark.slow
 @pytest.mark.invariant(39)
-@pytest.mark.parametrize("values", ["overwrite", "auto"])
-@pytest.mark.parametrize("versions", [40, pytest.param(500, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("versions", "values", "compare"),
+    [
+        (40, "overwrite", "host"),
+        (40, "auto", "host"),
+        (40, "auto", "device"),
+        pytest.param(500, "overwrite", "host", marks=pytest.mark.full),
+        pytest.param(500, "auto", "host", marks=pytest.mark.full),
+    ],
+)
 @pytest.mark.timeout(900)
 def test_sparse_and_full_agree_over_a_training_run_with_faults(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, versions: int, values: Any
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, versions: int, values: Any, compare: Any
 ) -> None:
     dice = random.Random(f"{versions} {values}")
     training = Training(seed=1)
-    sparse = rig.publisher(
-        training.state.params, "tcp", payload=PayloadSettings("sparse", CodingRules(values=values), history=4)
-    )
+    settings = PayloadSettings("sparse", CodingRules(values=values), history=4, compare=compare)
+    sparse = rig.publisher(training.state.params, "tcp", payload=settings)
     target = qwen3.engine_abstract(MODEL, mesh((2,), ("tp",), 4))
     expected_of = jax.jit(_convert)
     true_tell = Inbound.tell

@@ -149,6 +149,16 @@ def trainer_params(seed: int = 0, config: qwen3.DecoderConfig = CONFIG) -> Any:
     return jax.tree_util.tree_map_with_path(make, qwen3.trainer_shapes(config))
 
 
+def trained(params: Any, every: int = 1) -> Any:
+    """A step of every so many-th weight."""
+
+    def moved(x: jax.Array) -> jax.Array:
+        new = x * 1.01 + 0.001
+        return new if every == 1 else jnp.where(jnp.arange(x.size).reshape(x.shape) % every == 0, new, x)
+
+    return jax.tree.map(moved, params)
+
+
 def convert(params: Any) -> Any:
     """The conversion of these tests: the preset's, to bf16, for tp=2."""
     return qwen3.convert(params, CONFIG, 2, jnp.bfloat16)

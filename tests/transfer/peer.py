@@ -111,24 +111,27 @@ class Halt:
 def trainer(options: dict[str, Any]) -> None:
     """Commands: {"publish": number}, {"ticket": number}, {"stats": 1}.
 
-    Trains (and donates) after each publish. With "halt": ENGINE the next send to it stops halfway.
+    Trains (and donates) after each publish, with option "every" only each so many-th weight. With
+    "halt": ENGINE the next send to it stops halfway. Option "payload" has fields of PayloadSettings.
     """
     import jax
     import jax.numpy as jnp
 
     from jaxrl_sync.sharding.presets import qwen3
     from jaxrl_sync.transfer import Publisher, PublisherConfig, Version
+    from jaxrl_sync.transfer.payload.settings import PayloadSettings
     from tests.transfer import models
 
     join_world(options)
     config = big_config(options)
     params = models.trainer_params(options.get("seed", 0), config)
-    step = jax.jit(lambda p: jax.tree.map(lambda x: x * 1.01 + 0.001, p), donate_argnums=0)
+    step = jax.jit(lambda p: models.trained(p, options.get("every", 1)), donate_argnums=0)
     wanted = jax.jit(lambda p: qwen3.convert(p, config, 2, jnp.bfloat16))
     settings = PublisherConfig(
         transport=options.get("transport", "auto"),
         ttl_s=options.get("ttl_s", 2.0),
         verbs=verbs_of(options),
+        payload=PayloadSettings(**options.get("payload", {})),
         **options.get("config", {}),
     )
     halt, tickets = Halt(), {}

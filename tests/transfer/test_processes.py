@@ -306,10 +306,10 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def expected_trees(count: int) -> list[Any]:
+def expected_trees(count: int, every: int = 1) -> list[Any]:
     """What the peers' training makes of seed 0: the converted parameters of each version."""
     params = models.trainer_params()
-    step = jax.jit(lambda p: jax.tree.map(lambda x: x * 1.01 + 0.001, p))
+    step = jax.jit(lambda p: models.trained(p, every))
     trees = []
     for _ in range(count):
         trees.append(jax.jit(models.convert)(params))
@@ -317,16 +317,22 @@ def expected_trees(count: int) -> list[Any]:
     return trees
 
 
-def test_a_trainer_world_of_two_processes_feeds_an_engine_of_two_processes(cast: Cast) -> None:
+@pytest.mark.parametrize("payload", [{}, {"kind": "sparse", "compare": "device"}], ids=["full", "on devices"])
+def test_a_trainer_world_of_two_processes_feeds_an_engine_of_two_processes(
+    cast: Cast, payload: dict[str, Any]
+) -> None:
+    every = 50 if payload else 1
     worlds: dict[str, dict[str, Any]] = {
         w: {"coordinator": f"127.0.0.1:{free_port()}", "size": 2} for w in ("trainer", "engine")
     }
-    trainers = [cast.trainer("a", 2, rank=r, ttl_s=10.0, **worlds["trainer"]) for r in range(2)]
+    options = {"ttl_s": 10.0, "payload": payload, "every": every, **worlds["trainer"]}
+    trainers = [cast.trainer("a", 2, rank=r, **options) for r in range(2)]
     engines = [cast.engine("x", 1, rank=r, ttl_s=10.0, **worlds["engine"]) for r in range(2)]
     single = cast.engine("y", ttl_s=10.0)
     for peer in (*trainers, *engines, single):
         peer.expect("ready")
-    for number, expected in enumerate(expected_trees(4)):
+    read: list[float] = []
+    for number, expected in enumerate(expected_trees(4, every)):
         for peer in trainers:
             peer.tell(publish=number)
         for peer in trainers:
@@ -335,6 +341,18 @@ def test_a_trainer_world_of_two_processes_feeds_an_engine_of_two_processes(cast:
         for rank, peer in enumerate(engines):
             assert reach(peer, f"a:{number}")["digest"] == shard_bits(put, rank)
         assert reach(single, f"a:{number}")["digest"] == bits(expected)
+        stats = [trainer_stats(peer) for peer in trainers]
+        if number == 0:
+            read = [s["shards_read"] for s in stats]
+        elif payload:  # each process compares its own shards, and reads none of them
+            assert [s["shards_read"] for s in stats] == read
+            assert all(s["frames"] > 0 and s["device_compares"] == number for s in stats)
+
+
+def trainer_stats(peer: Peer) -> dict[str, float]:
+    """The publisher's counters."""
+    peer.tell(stats=1)
+    return peer.expect("shards_read")
 
 
 def settled(cast: Cast, engine: str, size: int) -> None:

@@ -25,6 +25,9 @@ from jaxrl_sync.transfer.delta.sparse import Delta
 Implementation = Literal["ffi", "pallas", "xla"]
 Tree = Mapping[str, jax.Array]
 
+ALONE = 4
+"""Up to so many tensors that need a higher level than the rest are encoded again by programs of their own."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -180,7 +183,9 @@ class Encoder:
         implementation: Implementation | None = None,
         threads: int | None = None,
         chunk_elements: int = CHUNK_ELEMENTS,
+        interpret: bool = False,
     ) -> None:
+        """``interpret``: Pallas kernels run on a CPU, slowly."""
         self.sites = {site.path: site for site in sites_of(target)}
         self.ladder = ladder or Ladder()
         self.level = 0
@@ -188,32 +193,57 @@ class Encoder:
         self._implementation: Implementation | None = implementation
         self._threads = threads
         self._chunk_elements = chunk_elements
+        self._interpret = interpret
         self._compiled: dict[tuple[tuple[str, ...], int, bool], Callable[..., Any]] = {}
 
     def encode(self, base: Tree, new: Tree) -> dict[str, list[Encoded] | None]:
         """The changes of every tensor, chunk by chunk; None: too dense, send it whole.
 
-        Neither tree is donated. Tensors that overflow the level are encoded again alone, on their own level.
+        Neither tree is donated. Tensors that overflow the level are encoded again on their own level.
         """
+        return self.start(base, new)()
+
+    def start(self, base: Tree, new: Tree) -> Callable[[], dict[str, list[Encoded] | None]]:
+        """Start `encode` and return at once; the function that comes back waits for the counts."""
         return self._climb(lambda paths, level: self.at_level(level, paths)(base, new))
 
     def encode_mask(self, masks: Tree, new: Tree) -> dict[str, list[Encoded] | None]:
         """The same from masks made by `masks.cast_with_mask` (u32[shards, words]); old bits are not kept."""
-        return self._climb(lambda paths, level: self.at_level(level, paths, masked=True)(masks, new))
+        return self._climb(lambda paths, level: self.at_level(level, paths, masked=True)(masks, new))()
 
-    def _climb(self, run: Callable[[tuple[str, ...], int], Any]) -> dict[str, list[Encoded] | None]:
+    def _climb(
+        self, run: Callable[[tuple[str, ...], int], Any]
+    ) -> Callable[[], dict[str, list[Encoded] | None]]:
         first, most = run(tuple(self.sites), self.level)
-        found: dict[str, list[Encoded] | None] = dict(first)
-        counts = {path: [int(np.asarray(c)) for c in parts] for path, parts in most.items()}
-        for path, parts in counts.items():
-            level = self._level_of(path, parts)
-            if level is None:
-                found[path] = None
-            elif level > self.level:
-                found[path] = run((path,), level)[0][path]
-        elements = {path: site.elements for path, site in self.sites.items()}
-        totals = {path: sum(parts) for path, parts in counts.items()}
-        self.level = self.ladder.next_level(elements, totals)
+
+        def finish() -> dict[str, list[Encoded] | None]:
+            counts = {path: [int(np.asarray(c)) for c in parts] for path, parts in most.items()}
+            levels = {path: self._level_of(path, parts) for path, parts in counts.items()}
+            found: dict[str, list[Encoded] | None] = {
+                p: None if levels[p] is None else first[p] for p in first
+            }
+            found.update(self._again(run, levels))
+            elements = {path: site.elements for path, site in self.sites.items()}
+            totals = {path: sum(parts) for path, parts in counts.items()}
+            self.level = self.ladder.next_level(elements, totals)
+            return found
+
+        return finish
+
+    def _again(
+        self, run: Callable[[tuple[str, ...], int], Any], levels: Mapping[str, int | None]
+    ) -> dict[str, list[Encoded]]:
+        """Tensors that need a higher level. A few have a program each; for many there is that of all tensors,
+        because one for every set of them would be compiled over and over."""
+        found: dict[str, list[Encoded]] = {}
+        needed = {path: level for path, level in levels.items() if level is not None and level > self.level}
+        for level in sorted(set(needed.values())):
+            paths = [path for path in needed if needed[path] == level]
+            if len(paths) > ALONE:
+                whole = run(tuple(self.sites), level)[0]
+                found.update({path: whole[path] for path in paths})
+            else:
+                found.update({path: run((path,), level)[0][path] for path in paths})
         return found
 
     def _level_of(self, path: str, parts: list[int]) -> int | None:
@@ -262,11 +292,15 @@ class Encoder:
             for window in windows:
                 capacity = self.ladder.capacity(window[1], level)
                 if masked:
-                    parts = encode_mask_local(first[0], new, capacity, chosen, window=window, threads=threads)
+                    parts = encode_mask_local(
+                        first[0], new, capacity, chosen,
+                        window=window, threads=threads, interpret=self._interpret,
+                    )  # fmt: skip
                 else:
                     parts = encode_local(
-                        first, new, capacity, chosen, keep_old=keep_old, window=window, threads=threads
-                    )
+                        first, new, capacity, chosen, keep_old=keep_old,
+                        window=window, threads=threads, interpret=self._interpret,
+                    )  # fmt: skip
                 rows = [part[None] for part in parts]
                 found.append(Encoded(rows[0], rows[1], rows[2], rows[3] if keep_old else None))
             return found

@@ -22,7 +22,7 @@ from jaxrl_sync.transfer.files.channel import Channel
 from jaxrl_sync.transfer.files.config import FileWriterConfig
 from jaxrl_sync.transfer.files.manifest import FrameRow, Part, Table
 from jaxrl_sync.transfer.files.stored import Key, Slab, Stored
-from jaxrl_sync.transfer.payload.chain import Entries, compare
+from jaxrl_sync.transfer.payload.entries import Entries, compare
 from jaxrl_sync.transfer.version import Version
 
 Boxes = Mapping[Key, npt.NDArray[Any]]

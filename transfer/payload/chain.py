@@ -1,8 +1,9 @@
 """The sender's memory of one edge: the bits of the newest version, and what changed in those before it.
 
-A chain is kept once per target layout, process of it and transport, however many equal replicas ask. It holds
-a snapshot of the packed edge in wire dtype (the baseline) and steps: positions, old and new bits between
-versions that were asked for. From any version among them to any later one a frame is the union of the steps
+A chain is kept once per target layout, process of it and transport, however many equal replicas ask. It has
+a baseline, which finds what is other in a later version (in `payload.baseline`: a snapshot of the packed edge
+on the host, or the export itself on its devices), and steps: positions, old and new bits between versions
+that were asked for. From any version among them to any later one a frame is the union of the steps
 between, with the oldest old bits and the newest new ones; a frame is encoded once.
 """
 
@@ -13,31 +14,23 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
-
-from jaxrl_sync.sharding import CopyTable, Edge
+from jaxrl_sync.sharding import Edge
 from jaxrl_sync.sharding.digests import add_digests, copies_digest
-from jaxrl_sync.transfer.codec import choose, costs, frame, native, values
-from jaxrl_sync.transfer.codec.bits import Bits, Positions, bits_dtype
+from jaxrl_sync.transfer.codec import choose, costs, frame, values
+from jaxrl_sync.transfer.payload.baseline import Baseline, Packing, baseline_for
+from jaxrl_sync.transfer.payload.entries import Entries, union
 from jaxrl_sync.transfer.payload.places import Places
-from jaxrl_sync.transfer.payload.sections import Digests, Section, sections_of
-from jaxrl_sync.transfer.payload.settings import PayloadSettings, Seen
+from jaxrl_sync.transfer.payload.sections import Digests, sections_of
+from jaxrl_sync.transfer.payload.settings import Form, PayloadSettings, Seen
 from jaxrl_sync.transfer.transports.base import Shards
 from jaxrl_sync.transfer.version import Version
-
-WINDOW_BYTES = 1 << 20
-"""Bytes packed and compared at a time: they stay in the cache between the two."""
 
 KEPT_FRAMES = 4
 LEAST_ROOM = 1 << 20
 """Bytes of steps, and of frames, that are kept however small the baseline is."""
 
 logger = logging.getLogger("jaxrl_sync.transfer")
-
-Entries = tuple[Positions, Bits, Bits]
-"""Positions of one section, new bits, old bits."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,13 +50,18 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Encoded:
-    """A frame with what it says: share of changed elements, codings, seconds to compare and to encode."""
+    """A frame with what it says: share of changed elements, codings.
+
+    ``encode_s`` are the seconds to compare and to encode, ``compare_s`` those to compare, on ``compared``.
+    """
 
     data: bytearray
     digests: Digests
     density: float
     coding: str
     encode_s: float
+    compare_s: float = 0.0
+    compared: Form = "host"
 
 
 class Chain:
@@ -80,9 +78,10 @@ class Chain:
         self._lock = threading.Lock()
         self.sections = sections_of(edge.copies)
         self._places = [Places(s) for s in self.sections]
-        self._windows = [CopyTable.pack(s.copies).windows(WINDOW_BYTES) for s in self.sections]
+        self._packing = Packing(self.sections)
+        self._edge_bytes = sum(s.nbytes for s in self.sections)
         self._head: Version | None = None
-        self._baseline: list[Bits] = []
+        self._baseline: Baseline | None = None
         self._digests: Digests = {}
         self._steps: list[Step] = []
         self._frames: dict[tuple[Version, Version], Encoded] = {}
@@ -95,8 +94,8 @@ class Chain:
 
     @property
     def baseline_bytes(self) -> int:
-        """Bytes of the snapshot, without the steps."""
-        return sum(b.nbytes for b in self._baseline)
+        """Host memory of the snapshot, without the steps; none where devices compare."""
+        return 0 if self._baseline is None else self._baseline.nbytes
 
     @property
     def step_bytes(self) -> int:
@@ -110,7 +109,8 @@ class Chain:
         are others, the baseline was not what it was taken for: it is copied again.
         """
         with self._lock:
-            self._advance(version, sources, digests)
+            if not self._advance(version, sources):
+                self._restart(version, sources, digests)
             if digests and self._head == version and self._digests != digests:
                 logger.warning("the baseline of %s was not that version: taken again", version)
                 self._restart(version, sources, digests)
@@ -130,9 +130,14 @@ class Chain:
             if not self.knows(base):
                 return None
             start = time.perf_counter()
-            self._advance(version, sources)
+            if not self._advance(version, sources):
+                return None
+            compare_s = time.perf_counter() - start
             steps = self._between(base, version)
-            found = None if steps is None else self._encode(base, version, steps, start)
+            found = None if steps is None else self._encode(base, version, steps, sources)
+            if found is not None:
+                seconds = time.perf_counter() - start
+                found = dataclasses.replace(found, encode_s=seconds, compare_s=compare_s)
             self._forget()
             if found is not None:
                 self._keep(key, found)
@@ -142,7 +147,8 @@ class Chain:
         """Make ``version`` the head where an older one is it: frames can then start from it, too."""
         with self._lock:
             if self._head is not None:
-                self._advance(version, sources)
+                if not self._advance(version, sources):
+                    self._restart(version, sources)
                 self._forget()
 
     def confirm(self, receiver: object, version: Version) -> None:
@@ -156,6 +162,13 @@ class Chain:
         with self._lock:
             self._confirmed.pop(receiver, None)
             self._forget()
+
+    def close(self) -> None:
+        """No link uses the chain any more: its baseline goes."""
+        with self._lock:
+            if self._baseline is not None:
+                self._baseline.close()
+            self._head, self._baseline, self._steps, self._frames = None, None, [], {}
 
     def knows(self, base: Version) -> bool:
         """Whether frames can start from ``base``."""
@@ -171,55 +184,39 @@ class Chain:
             return None
         return self._steps[first : last + 1]
 
-    def _advance(self, version: Version, sources: Shards, digests: Digests | None = None) -> None:
-        """Make ``version`` the head, by a step where it follows the old one. An older one changes nothing."""
-        head = self._head
-        if head == version or (head is not None and head.follows(version)):
-            return
-        if head is None or not version.follows(head):
-            self._restart(version, sources, digests)
-            return
-        entries = tuple(self._compare(i, sources) for i in range(len(self.sections)))
+    def _advance(self, version: Version, sources: Shards) -> bool:
+        """Make ``version`` the head by a step; an older one changes nothing. False: it takes a restart."""
+        head, baseline = self._head, self._baseline
+        if head is None or baseline is None or version.lineage != head.lineage:
+            return False
+        if not version.follows(head):
+            return True
+        entries = baseline.changes(sources)
+        if entries is None:
+            return False
         changes = [
             places.change_of_digests(p, n, o, self._threads)
             for places, (p, n, o) in zip(self._places, entries, strict=True)
         ]
         found = add_digests(self._digests, *changes)
         self._head = None  # until the baseline is whole again
-        for bits, (positions, new, _) in zip(self._baseline, entries, strict=True):
-            bits[positions] = new
+        baseline.advance(entries)
         self._steps.append(Step(head, version, entries, found))
         self._digests, self._head = found, version
+        return True
 
     def _restart(self, version: Version, sources: Shards, digests: Digests | None = None) -> None:
-        """Take the whole edge: the first version, or one of another lineage."""
+        """Take the whole edge: the first version, or one that no step leads to."""
         self._steps, self._frames, self._confirmed = [], {}, {}
         self._head = None  # until the baseline is whole
-        if not self._baseline:
-            self._baseline = [np.zeros(s.elements, bits_dtype(s.itemsize)) for s in self.sections]
-        for section, bits, windows in zip(self.sections, self._baseline, self._windows, strict=True):
-            at = 0
-            for window in windows:
-                end = at + window.total_bytes // section.itemsize
-                window.execute(sources, bits[at:end])
-                at = end
+        if self._baseline is not None and not self._baseline.suits(sources):
+            self._baseline.close()
+            self._baseline = None
+        if self._baseline is None:
+            self._baseline = baseline_for(sources, self._packing, self._threads)
+        self._baseline.take(sources)
         self._digests = digests or copies_digest(self.edge.copies, sources, "source", self._threads)
         self._head = version
-
-    def _compare(self, number: int, sources: Shards) -> Entries:
-        """Pack a section window by window and compare each with the baseline."""
-        section, baseline = self.sections[number], self._baseline[number]
-        scratch = np.empty(WINDOW_BYTES // section.itemsize, baseline.dtype)
-        found: list[Entries] = []
-        at = 0
-        for window in self._windows[number]:
-            size = window.total_bytes // section.itemsize
-            packed = scratch[:size]
-            window.execute(sources, packed)
-            positions, new, old = compare(baseline[at : at + size], packed, self._threads)
-            found.append((positions + np.uint32(at), new, old))
-            at += size
-        return _joined(found, section)
 
     def _forget(self) -> None:
         """Let go of steps that all receivers are past; of the oldest where they are too many or too large."""
@@ -244,9 +241,10 @@ class Chain:
     @property
     def _room_bytes(self) -> int:
         """Steps together, and frames together, take no more when nothing is being encoded."""
-        return max(self.baseline_bytes // 2, LEAST_ROOM)
+        return max(self._edge_bytes // 2, LEAST_ROOM)
 
-    def _encode(self, base: Version, version: Version, steps: Sequence[Step], start: float) -> Encoded:
+    def _encode(self, base: Version, version: Version, steps: Sequence[Step], sources: Shards) -> Encoded:
+        assert self._baseline is not None
         self.encoded += 1
         rules, speeds = self._settings.coding_rules, costs.measured()
         changes, codings = list[frame.Changes](), list[frame.Coding]()
@@ -259,7 +257,8 @@ class Chain:
             section_rules = rules if head_is_target else dataclasses.replace(rules, whole=False)
             coding = choose.choose(delta, self.seen.rate, speeds, section_rules).coding
             if coding.positions.kind == "all":
-                changes.append(frame.Changes(section.elements, None, self._baseline[number], coding.values))
+                whole = self._baseline.whole(number, sources)
+                changes.append(frame.Changes(section.elements, None, whole, coding.values))
             else:
                 codes = values.codes_of(new, old, coding.values)
                 changes.append(frame.Changes(section.elements, positions, codes, coding.values))
@@ -269,51 +268,4 @@ class Chain:
         total = sum(s.elements for s in self.sections)
         digests = steps[-1].digests if steps else dict(self._digests)
         names = ", ".join(sorted({str(c) for c in codings if c.positions.kind != "none"}))
-        seconds = time.perf_counter() - start
-        return Encoded(data, digests, changed / max(1, total), names, seconds)
-
-
-def compare(old: Bits, new: Bits, threads: int = 1) -> Entries:
-    """Positions where two flat buffers differ in bits, with the new and the old bits. Copies, never views."""
-    coders = native.coders()
-    if coders is None or old.dtype.itemsize > 4:
-        return compare_numpy(old, new)
-    room = max(64, old.size // 16)
-    while True:
-        positions = np.empty(room, np.uint32)
-        found, before = np.empty(room, new.dtype), np.empty(room, old.dtype)
-        count = coders.delta_compare(old, new, old.dtype.itemsize, positions, found, before, threads)
-        if count <= room:
-            return positions[:count].copy(), found[:count].copy(), before[:count].copy()
-        room = count
-
-
-def compare_numpy(old: Bits, new: Bits) -> Entries:
-    """`compare` in numpy."""
-    positions = np.flatnonzero(old != new).astype(np.uint32)
-    return positions, new[positions], old[positions]
-
-
-def _joined(parts: Sequence[Entries], section: Section) -> Entries:
-    if not parts:
-        empty = np.empty(0, bits_dtype(section.itemsize))
-        return np.empty(0, np.uint32), empty, empty
-    return (
-        np.concatenate([p for p, _, _ in parts]),
-        np.concatenate([n for _, n, _ in parts]),
-        np.concatenate([o for _, _, o in parts]),
-    )
-
-
-def union(steps: Sequence[Entries], section: Section) -> Entries:
-    """One step that does what several do in order, without elements that came back to their old bits."""
-    if len(steps) <= 1:
-        return steps[0] if steps else _joined([], section)
-    positions, new, old = _joined(steps, section)
-    order = np.argsort(positions, kind="stable")
-    ordered = positions[order]
-    first = np.flatnonzero(np.diff(ordered, prepend=np.int64(-1)))
-    last = np.append(first[1:] - 1, ordered.size - 1) if ordered.size else first
-    merged: tuple[Any, Any, Any] = ordered[first], new[order[last]], old[order[first]]
-    keep = merged[1] != merged[2]
-    return merged[0][keep], merged[1][keep], merged[2][keep]
+        return Encoded(data, digests, changed / max(1, total), names, 0.0, compared=self._baseline.form)

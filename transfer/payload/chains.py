@@ -50,7 +50,7 @@ class Chains:
                 return
             self._chains[key].leave(link)
             if key not in self._users.values():
-                del self._chains[key]
+                self._chains.pop(key).close()
 
     def stats(self) -> dict[str, float]:
         """Bytes of all baselines and steps, frames encoded."""

@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
+from collections.abc import Collection
 from typing import Literal
 
 from jaxrl_sync.transfer.codec.rules import CodingRules
 from jaxrl_sync.transfer.version import Version
 
 Payload = Literal["full", "sparse", "bitmap", "auto"]
+Compare = Literal["auto", "host", "device"]
+Form = Literal["host", "device"]
 
+COMPARES = ("auto", "host", "device")
 KINDS = ("full", "sparse", "bitmap", "auto")
 FRAME = "frame"
 """The payload kind, beside ``full``, that both ends of a link can know."""
@@ -27,17 +31,21 @@ MEMORY_TRANSPORTS = ("shm",)
 class PayloadSettings:
     """``kind`` of payload, codings that may be used, versions between anchors (0: only where one is needed).
 
-    ``history`` is the number of versions whose changes are kept for receivers that skip some.
+    ``history`` is the number of versions whose changes are kept for receivers that skip some. ``compare``
+    says where a publisher finds out what changed: on the devices that hold its exports, or on the host.
     """
 
     kind: Payload = "full"
     rules: CodingRules = CodingRules()
     anchor_every: int = 0
     history: int = 8
+    compare: Compare = "auto"
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"payload={self.kind!r}, expected one of {', '.join(KINDS)}")
+        if self.compare not in COMPARES:
+            raise ValueError(f"compare={self.compare!r}, expected one of {', '.join(COMPARES)}")
         if self.anchor_every < 0 or self.history < 1:
             raise ValueError(
                 f"anchor_every={self.anchor_every}, history={self.history}, expected at least 0 and 1"
@@ -49,6 +57,17 @@ class PayloadSettings:
         if self.kind == "bitmap":
             return dataclasses.replace(self.rules, positions="bitmap", whole=False)
         return self.rules
+
+    def compare_on(self, platforms: Collection[str]) -> tuple[Form, str]:
+        """Where to compare exports on devices of these platforms, and why."""
+        if self.kind == "full":
+            return "host", "everything is sent, nothing is compared"
+        if self.compare != "auto":
+            return self.compare, "as configured"
+        others = sorted(set(platforms) - {"cpu"})
+        if others:
+            return "device", f"reading all shards from {', '.join(others)} would cost more"
+        return "host", "the exports lie in host memory, one pass packs and compares them"
 
     def frames_over(self, transport: str) -> bool:
         """Whether frames may ever be sent over this transport: then a baseline is kept for it."""

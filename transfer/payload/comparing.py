@@ -1,0 +1,71 @@
+"""Where a publisher finds out what changed between its exports: chosen once, by config or by its devices."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Collection
+
+import jax
+
+from jaxrl_sync.transfer.delta.shards import ShardEncoders
+from jaxrl_sync.transfer.exports import Exported, Shards, shards_of
+from jaxrl_sync.transfer.lazy import DeviceShards, Reads
+from jaxrl_sync.transfer.payload.differences import Differences
+from jaxrl_sync.transfer.payload.settings import PayloadSettings
+from jaxrl_sync.transfer.version import Version
+
+logger = logging.getLogger("jaxrl_sync.transfer")
+
+
+class Comparing:
+    """Gives out the shards of exports. Thread-safe.
+
+    On CPUs these are views of the exports' own memory, unless they are compared by jitted encoders. Else they
+    stay on their devices until somebody reads one, and no later export may take their buffers over.
+    """
+
+    def __init__(self, settings: PayloadSettings, devices: Collection[int], threads: int) -> None:
+        """``devices``: ids of those that the exports lie on. Says in the log what was chosen, and why."""
+        platforms = {str(d.platform) for d in jax.local_devices() if d.id in devices}
+        self.form, reason = settings.compare_on(platforms)
+        self.lazy = self.form == "device" or bool(platforms - {"cpu"})
+        self._settings = settings
+        self._threads = threads
+        self._reads = Reads()
+        self._lock = threading.Lock()
+        self._kinds: dict[str, Differences] = {}
+        if settings.kind != "full":
+            logger.info("versions are compared on the %s: %s", self.form, reason)
+
+    @property
+    def extra_exports(self) -> int:
+        """So many more exports than are held for readers can be alive: what the next one is compared with."""
+        return int(self.form == "device")
+
+    def shards(self, version: Version, kind: str, exported: Exported) -> Shards:
+        """The shards of one kind of export of a version."""
+        if not self.lazy:
+            return shards_of(exported)
+        return DeviceShards(version, exported, self._differences(kind), self._reads)
+
+    def _differences(self, kind: str) -> Differences | None:
+        if self.form == "host":
+            return None
+        with self._lock:
+            if kind not in self._kinds:
+                encoders = ShardEncoders(self._threads)
+                self._kinds[kind] = Differences(encoders, self._settings.history, self._threads)
+            return self._kinds[kind]
+
+    def stats(self) -> dict[str, float]:
+        """Whether devices compare, how often they did and for how long; shards that were read from them."""
+        with self._lock:
+            kinds = list(self._kinds.values())
+        return {
+            "compare_on_device": float(self.form == "device"),
+            "device_compares": sum(d.compares for d in kinds),
+            "device_compare_s": sum(d.compare_s for d in kinds),
+            "shards_read": self._reads.shards,
+            "shards_read_bytes": self._reads.nbytes,
+        }
