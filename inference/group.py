@@ -6,24 +6,27 @@ ends, or is silent for ``SILENCE_S``, ends itself with the cause in its last lin
 a dead peer never returns, so nothing gentler would do.
 
     leader -> follower   {"op": "plan"} + plan bytes | {"op": "prepare"} | {"op": "turn"} | {"op": "stop"} |
-                         {"op": "alive"}
+                         {"op": "alive"} | {"op": "failed"} + {"cause", "exit_code"} as JSON
     follower -> leader   {"op": "alive"}
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import queue
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NoReturn
 
 from jaxrl_sync.inference.errors import RankDiedError
 from jaxrl_sync.inference.plan import StepPlan
+from jaxrl_sync.sharding.errors import UserError
 from jaxrl_sync.transfer import auth, clean
 from jaxrl_sync.transfer.errors import ProtocolError, TransferError
 from jaxrl_sync.transfer.reception import Reception
@@ -33,20 +36,23 @@ from jaxrl_sync.transfer.wire import Connection, dial, is_loopback, listen
 ALIVE_S = 1.0
 SILENCE_S = 4.0
 SEND_S = 4.0
+BLAME_S = SILENCE_S + 1.0
 _HANDSHAKE_S = 5.0
 MAX_PLAN_BYTES = 256 << 20
 
-OnDeath = Callable[[str], None]
+MAX_CAUSE = 2000
+OnDeath = Callable[[str, int], object]
+"""What a rank does that can't go on: with the cause, and the exit code that it calls for."""
 Order = Literal["turn", "stop"]
 log = logging.getLogger("jaxrl_sync.inference.group")
 
 
-def die(cause: str) -> NoReturn:
-    """End this process now, exit code 4, the cause as its last line; nothing is waited for."""
+def die(cause: str, exit_code: int) -> NoReturn:
+    """End this process now, the cause as its last line; nothing is waited for."""
     print(f"jaxrl-sync: error: {cause}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     clean.remove_mine()  # nobody closes the slots any more
-    os._exit(RankDiedError.exit_code)
+    os._exit(exit_code)
 
 
 class _Link:
@@ -104,7 +110,8 @@ class _Link:
     def _lost(self, error: TransferError) -> None:
         if not self._closing.is_set():
             self._closing.set()
-            self._on_death(f"{self._connection.peer} of this engine died: {error}")
+            cause = f"{self._connection.peer} of this engine died: {error}"
+            self._on_death(cause, RankDiedError.exit_code)
 
 
 class Leader:
@@ -181,6 +188,33 @@ class Leader:
             link.send("stop")
         self.abandon()
 
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Around what rank 0 does: an error is the followers' too, before anything else is closed for it."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """Leave because of ``error``: the followers end with it, and with the exit code that it calls for.
+
+        Of an error that names no cause, as one of a collective, a dead follower may be it: it is waited for.
+        """
+        self._left = True
+        if isinstance(error, Exception) and not isinstance(error, UserError):
+            deadline = time.monotonic() + BLAME_S
+            for link in self._all():
+                link.blame(max(0.0, deadline - time.monotonic()))
+        cause = " ".join(str(error).split())[:MAX_CAUSE] or type(error).__name__
+        code = error.exit_code if isinstance(error, UserError) else 1
+        told = json.dumps({"cause": cause, "exit_code": code}).encode()
+        for link in self._all():
+            link.expect_end()
+            link.send("failed", told)
+        self.abandon()
+
     def abandon(self) -> None:
         """Leave without a word: to the followers this rank has died, and so do they. Idempotent."""
         self._left = True
@@ -210,8 +244,8 @@ class Follower:
         sock = dial(address, timeout_s)
         auth.connect(sock, token, auth.run_id_of(token), {"rank": rank}, timeout_s)
         self._orders: queue.SimpleQueue[StepPlan | Order] = queue.SimpleQueue()
-        self._on_prepare = on_prepare
-        self._link = _Link(Connection(sock, f"{name} rank 0"), self._message, on_death)
+        self._on_prepare, self._on_death, self._leader = on_prepare, on_death, f"{name} rank 0"
+        self._link = _Link(Connection(sock, self._leader), self._message, on_death)
 
     def next_plan(self) -> StepPlan | None:
         """Block until the leader sends a plan; None once it has said stop."""
@@ -234,7 +268,7 @@ class Follower:
         try:
             yield
         except Exception:
-            self._link.blame(SILENCE_S + 1.0)
+            self._link.blame(BLAME_S)
             raise
 
     def close(self) -> None:
@@ -251,3 +285,16 @@ class Follower:
         elif op == "stop":
             self._link.expect_end()
             self._orders.put("stop")
+        elif op == "failed":
+            self._link.expect_end()
+            self._on_death(*_failure(self._leader, payload))
+
+
+def _failure(who: str, payload: bytes) -> tuple[str, int]:
+    """The cause and the exit code that a leader told with its end."""
+    try:
+        told = json.loads(payload)
+        cause, code = str(told["cause"])[:MAX_CAUSE], int(told["exit_code"])
+    except (ValueError, KeyError, TypeError):
+        return f"{who} failed, and told no cause: {payload[:80]!r}", RankDiedError.exit_code
+    return f"{who} failed: {' '.join(cause.split())}", code if 0 < code < 256 else 1

@@ -170,54 +170,70 @@ def _subscribe(spec: Spec, mesh: Mesh, target: Any) -> Subscriber | FileSubscrib
 def _lead(
     spec: Spec, mesh: Mesh, target: Any, token: str, stop: threading.Event, announce: Announce, record: Record
 ) -> None:
-    """Rank 0: engine, updates, server."""
+    """Rank 0: engine, updates, server. What ends it in an error ends the other ranks with that error."""
+    leader = _open_group(spec, token)
     with contextlib.ExitStack() as stack:
-        leader = _open_group(spec, token)
         if leader is not None:
             stack.callback(leader.close)
-        subscriber = _subscribe(spec, mesh, target)
-        stack.callback(subscriber.close)
-        engine = Engine(
-            spec.config,
-            spec.model,
-            mesh,
-            dtype=np.dtype(spec.dtype),
-            transmit=leader.send_plan if leader else None,
-            warm_up=True,
-        )
-        stack.callback(engine.close)
-        thread = stack.enter_context(EngineThread(engine, record))
-        on_prepare = leader.prepare if leader else lambda: None
-        updater = Updater(
-            engine,
-            subscriber,
-            spec.swap_policy,
-            record=record,
-            on_prepare=on_prepare,
-            auto_mode=spec.auto_mode,
-        )
-        stack.callback(updater.close)
-        server = _open_server(spec, engine, updater, subscriber, token, stack)
-        updater.start()
-        if _wait_ready(updater, thread, stop):
-            hub = stack.enter_context(HubClient(spec.hub_url, spec.token_file, spec.subscriber.hub_timeout_s))
-            info = {
-                "url": server.url,
-                "replica": spec.replica,
-                "slots": spec.config.slots,
-                "max_len": spec.config.max_len,
-                "moves_itself": spec.swap_policy == "auto",
-            }
-            lease = hub.register("engine", spec.name, 0, 1, info, spec.subscriber.ttl_s)
-            announce(server.url)
-            while not stop.wait(0.2):
-                _check(updater, thread)
-                if lease.lost.is_set():
-                    raise RankDiedError(f"{spec.name}: {lease.reason}")
-            lease.close()
-        updater.close(1.0)  # a swap that waits for an offer ends now,
-        subscriber.close()  # and here one that is being prepared: its answer must not hold up the drain
-        server.close(DRAIN_S)
+        with leader.telling() if leader is not None else contextlib.nullcontext():
+            _serve(spec, mesh, target, token, stop, announce, record, leader, stack)
+
+
+def _serve(
+    spec: Spec,
+    mesh: Mesh,
+    target: Any,
+    token: str,
+    stop: threading.Event,
+    announce: Announce,
+    record: Record,
+    leader: Leader | None,
+    stack: contextlib.ExitStack,
+) -> None:
+    """Serve until ``stop`` is set; ``stack`` closes what this opens."""
+    subscriber = _subscribe(spec, mesh, target)
+    stack.callback(subscriber.close)
+    engine = Engine(
+        spec.config,
+        spec.model,
+        mesh,
+        dtype=np.dtype(spec.dtype),
+        transmit=leader.send_plan if leader else None,
+        warm_up=True,
+    )
+    stack.callback(engine.close)
+    thread = stack.enter_context(EngineThread(engine, record))
+    on_prepare = leader.prepare if leader else lambda: None
+    updater = Updater(
+        engine,
+        subscriber,
+        spec.swap_policy,
+        record=record,
+        on_prepare=on_prepare,
+        auto_mode=spec.auto_mode,
+    )
+    stack.callback(updater.close)
+    server = _open_server(spec, engine, updater, subscriber, token, stack)
+    updater.start()
+    if _wait_ready(updater, thread, stop):
+        hub = stack.enter_context(HubClient(spec.hub_url, spec.token_file, spec.subscriber.hub_timeout_s))
+        info = {
+            "url": server.url,
+            "replica": spec.replica,
+            "slots": spec.config.slots,
+            "max_len": spec.config.max_len,
+            "moves_itself": spec.swap_policy == "auto",
+        }
+        lease = hub.register("engine", spec.name, 0, 1, info, spec.subscriber.ttl_s)
+        announce(server.url)
+        while not stop.wait(0.2):
+            _check(updater, thread)
+            if lease.lost.is_set():
+                raise RankDiedError(f"{spec.name}: {lease.reason}")
+        lease.close()
+    updater.close(1.0)  # a swap that waits for an offer ends now,
+    subscriber.close()  # and here one that is being prepared: its answer must not hold up the drain
+    server.close(DRAIN_S)
 
 
 def _open_group(spec: Spec, token: str) -> Leader | None:
@@ -225,8 +241,9 @@ def _open_group(spec: Spec, token: str) -> Leader | None:
     if size == 1:
         return None
     leader = Leader(spec.name, token, spec.host, size)
-    multihost_utils.broadcast_one_to_all(np.int32(leader.address[1]))
-    leader.wait(WORLD_TIMEOUT_S)
+    with leader.telling():
+        multihost_utils.broadcast_one_to_all(np.int32(leader.address[1]))
+        leader.wait(WORLD_TIMEOUT_S)
     return leader
 
 

@@ -283,9 +283,9 @@ class Lead:
     def __enter__(self) -> Lead:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and self._leader is not None:
-            self._leader.abandon()  # told to stop, they would save with a rank that is not there
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is not None and self._leader is not None:
+            self._leader.fail(error)  # told to stop, they would save with a rank that is not there
         self.close()
 
 

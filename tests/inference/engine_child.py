@@ -45,6 +45,7 @@ def play(context: ProcessContext) -> None:
         hub_url=spec["hub"],
         token_file=Path(spec["token_file"]),
         coordinator=spec["coordinator"],
+        port=spec["port"],
         stop=context.stop,
         announce=announce,
         record=record,

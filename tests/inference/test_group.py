@@ -16,6 +16,7 @@ from jaxrl_sync.inference import group
 from jaxrl_sync.inference.errors import RankDiedError
 from jaxrl_sync.inference.group import Follower, Leader
 from jaxrl_sync.inference.plan import StepPlan
+from jaxrl_sync.inference.server import PortInUseError
 from jaxrl_sync.transfer.errors import AuthError, PeerLost
 from jaxrl_sync.transfer.version import Version
 
@@ -29,16 +30,24 @@ class Pair:
         self.leader_saw: queue.Queue[str] = queue.Queue()
         self.follower_saw: queue.Queue[str] = queue.Queue()
         self.prepared = threading.Event()
-        self.leader = Leader("engine-7", TOKEN, "127.0.0.1", 2, self.leader_saw.put)
+        self.codes: list[int] = []
+        """Exit codes that the follower was to end with."""
+        self.leader = Leader(
+            "engine-7", TOKEN, "127.0.0.1", 2, lambda cause, code: self.leader_saw.put(cause)
+        )
         stack.callback(self.leader.close)
         waiting = threading.Thread(target=self.leader.wait, args=(10,))
         waiting.start()
         host, port = self.leader.address
         self.follower = Follower(
-            "engine-7", 1, f"{host}:{port}", TOKEN, self.prepared.set, self.follower_saw.put
+            "engine-7", 1, f"{host}:{port}", TOKEN, self.prepared.set, self._follower_dies
         )
         stack.callback(self.follower.close)
         waiting.join(10)
+
+    def _follower_dies(self, cause: str, code: int) -> None:
+        self.codes.append(code)
+        self.follower_saw.put(cause)
 
 
 @pytest.fixture
@@ -84,6 +93,37 @@ def test_a_leader_that_fails_does_not_tell_its_followers_to_stop(pair: Pair) -> 
     assert pair.leader_saw.empty()
 
 
+@pytest.mark.parametrize(
+    ("error", "cause", "code"),
+    [
+        (PortInUseError("can't listen on h:1:\n in use"), "failed: can't listen on h:1: in use", 3),
+        (RankDiedError("engine-7: lease lost"), "failed: engine-7: lease lost", 4),
+        (RuntimeError(), "failed: RuntimeError", 1),
+    ],
+)
+def test_followers_end_with_the_error_of_their_leader_and_its_exit_code(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, error: Exception, cause: str, code: int
+) -> None:
+    """They were told to stop, and ended as if all were well."""
+    monkeypatch.setattr(group, "BLAME_S", 0.2)  # so long a follower's death would be waited for
+    with pytest.raises(type(error)), pair.leader.telling():
+        raise error
+    pair.leader.close()
+    assert pair.follower_saw.get(timeout=20) == f"engine-7 rank 0 {cause}" and pair.codes == [code]
+    assert pair.follower.next_order(0.0) is None, "no stop"
+    assert pair.follower_saw.empty() and pair.leader_saw.empty()
+
+
+def test_an_error_of_a_collective_is_the_death_of_the_follower_that_caused_it(pair: Pair) -> None:
+    def dies() -> None:
+        pair.follower._link._connection.sock.shutdown(socket.SHUT_RDWR)
+
+    with pytest.raises(RuntimeError), pair.leader.telling():
+        threading.Timer(0.3, dies).start()  # the step's error is there first
+        raise RuntimeError("a collective failed")
+    assert "rank 1 of this engine died" in pair.leader_saw.get(timeout=20)
+
+
 def test_close_may_come_while_a_leader_leaves(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     link = pair.leader._links[1]
     leave = link.close
@@ -119,7 +159,7 @@ def test_heartbeats_keep_idle_ranks_alive(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_missing_ranks_are_named_and_strangers_refused() -> None:
-    leader = Leader("engine-7", TOKEN, "127.0.0.1", 3, lambda cause: None)
+    leader = Leader("engine-7", TOKEN, "127.0.0.1", 3, lambda cause, code: None)
     raised: list[BaseException] = []
 
     def wait() -> None:
@@ -133,7 +173,7 @@ def test_missing_ranks_are_named_and_strangers_refused() -> None:
     host, port = leader.address
     with pytest.raises((AuthError, PeerLost)):
         Follower("engine-7", 1, f"{host}:{port}", OTHER, lambda: None, timeout_s=5)
-    follower = Follower("engine-7", 2, f"{host}:{port}", TOKEN, lambda: None, lambda cause: None)
+    follower = Follower("engine-7", 2, f"{host}:{port}", TOKEN, lambda: None, lambda cause, code: None)
     thread.join(10)
     assert str(raised[0]) == "engine-7: ranks [1] did not connect in 3 s"
     leader.close()

@@ -104,16 +104,16 @@ class World:
         self.publisher.publish(self.trainer_tree(number, number), version)
         return version
 
-    def start(self, size: int = 1, swap_policy: str = "approved") -> list[Child]:
+    def start(self, size: int = 1, swap_policy: str = "approved", port: int = 0) -> list[Child]:
         """Start an engine of ``size`` processes, tp=2 over all of them."""
         with socket.socket() as probe_socket:
             probe_socket.bind(("127.0.0.1", 0))
             coordinator = f"127.0.0.1:{probe_socket.getsockname()[1]}"
-        started = [self._start_rank(r, size, coordinator, swap_policy) for r in range(size)]
+        started = [self._start_rank(r, size, coordinator, swap_policy, port) for r in range(size)]
         self.children += started
         return started
 
-    def _start_rank(self, rank: int, size: int, coordinator: str, swap_policy: str) -> Child:
+    def _start_rank(self, rank: int, size: int, coordinator: str, swap_policy: str, port: int) -> Child:
         name = f"{len(self.children)}-{rank}"
         announce, rows = self.folder / f"announce-{name}", self.folder / f"rows-{name}"
         spec = {
@@ -124,6 +124,7 @@ class World:
             "hub": self.hub.url,
             "token_file": str(self.token_file),
             "coordinator": coordinator if size > 1 else None,
+            "port": port,
             "announce": str(announce),
             "rows": str(rows),
         }
@@ -246,6 +247,17 @@ def test_an_engine_of_two_ranks_dies_as_one(world: World, victim: int, how: sign
     code, line = survivor.end(20)
     assert code == 4 and line.startswith("jaxrl-sync: error: engine-0 rank") and "died" in line
     assert not [n for n in segments(world.token_file) if f"_{survivor.process.pid}-" in n]
+
+
+@pytest.mark.slow
+def test_the_other_ranks_end_with_the_error_of_rank_0_and_its_exit_code(world: World) -> None:
+    """They were told to stop, and ended as if all were well: code 0."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        children = world.start(2, port=taken.getsockname()[1])
+        ends = [child.end(240) for child in children]
+    assert [code for code, _ in ends] == [3, 3], ends
+    assert ends[0][1].startswith("jaxrl-sync: error: can't listen on 127.0.0.1:")
+    assert ends[1][1].startswith("jaxrl-sync: error: engine-0 rank 0 failed: can't listen on 127.0.0.1:")
 
 
 @pytest.mark.slow

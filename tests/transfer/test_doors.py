@@ -92,7 +92,7 @@ def batch_door(hub: ServerThread, token_file: Path) -> Iterator[Door]:
 def group_door(hub: ServerThread, token_file: Path) -> Iterator[Door]:
     token = auth.load_token(token_file)
     run_id = auth.run_id_of(token)
-    leader = Leader("engine-7", token, "127.0.0.1", 2, lambda cause: None)
+    leader = Leader("engine-7", token, "127.0.0.1", 2, lambda cause, code: None)
     waiting = threading.Thread(target=leader.wait, args=(60.0,))
     waiting.start()
     address = "{}:{}".format(*leader.address)
