@@ -30,6 +30,14 @@ class Brought:
     """By phase: what the sender told of this edge, and our verify."""
 
 
+def applied_together(frames: Sequence[tuple[int, Applied]]) -> Applied:
+    """What several frames of one round did; each with the bytes of its edge. Their digests stay apart."""
+    total = sum(nbytes for nbytes, _ in frames)
+    density = sum(nbytes * applied.density for nbytes, applied in frames) / max(1, total)
+    names = {coding for _, applied in frames for coding in applied.codings}
+    return Applied(None, density, tuple(sorted(names)))
+
+
 class Brings(Protocol):
     """A link that brought an edge."""
 

@@ -77,6 +77,9 @@ class SubscriberConfig:
     this rank serves what it holds to others, listening on ``host``, in chunks of ``chunk_bytes``; a slot that
     they read is waited for ``drain_s`` before it gets new memory. ``payload`` says what travels from it to
     them: frames of what changed need a copy of the newest version beside the slots.
+
+    An ``eager`` engine takes whatever is offered at once: the hub begins the round with the offer, which
+    saves a round trip. It must be waiting in ``poll``, for others may be sent to it. With one slot it isn't.
     """
 
     engine: str = "engine-0"
@@ -98,6 +101,7 @@ class SubscriberConfig:
     site: str = ""
     reliable: bool = True
     relay: bool = False
+    eager: bool = False
     host: str = "127.0.0.1"
     chunk_bytes: int = 1 << 20
     drain_s: float = 2.0

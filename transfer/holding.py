@@ -19,6 +19,8 @@ from jaxrl_sync.transfer.config import SubscriberConfig
 from jaxrl_sync.transfer.errors import ResourceError
 from jaxrl_sync.transfer.memory import SHM_DIR, PrivateMemory, SharedMemory
 from jaxrl_sync.transfer.owner import Reading
+from jaxrl_sync.transfer.passing import Passed, Passing, Wish
+from jaxrl_sync.transfer.payload.sections import Digests
 from jaxrl_sync.transfer.progress import Progress
 from jaxrl_sync.transfer.slots import Slot, Target
 from jaxrl_sync.transfer.version import Version
@@ -35,6 +37,7 @@ class _Content:
 
     slot: Slot
     progress: Progress
+    passing: Passing
     since: float
     readers: int = 0
 
@@ -45,6 +48,7 @@ class _SlotReading(Reading):
     def __init__(self, holding: Holding, content: _Content) -> None:
         super().__init__(content.slot.views, lambda: holding._left(content))
         self._progress = content.progress
+        self._passing = content.passing
         self.partial = not content.progress.verified
 
     def wait(self, paths: Sequence[str], deadline: float) -> None:
@@ -52,6 +56,13 @@ class _SlotReading(Reading):
 
     def confirm(self, deadline: float) -> None:
         self._progress.wait_verified(deadline)
+
+    def frames(self, wish: Wish, deadline: float) -> list[Passed] | None:
+        return self._passing.wait(wish, deadline)
+
+    @property
+    def digests(self) -> Digests:
+        return self._passing.digests
 
 
 class Holding:
@@ -118,13 +129,18 @@ class Holding:
             self._prefixes.pop(index, None)
         progress = Progress(version, edges, have)
         with self._changed:
-            self._contents[index] = _Content(self.slots[index], progress, time.monotonic())
+            passing = Passing(len(edges), self._target.slot.total_bytes)
+            self._contents[index] = _Content(self.slots[index], progress, passing, time.monotonic())
             self._changed.notify_all()
         return have
 
     def progress(self, index: int) -> Progress:
         """Of the version that the slot is being filled with."""
         return self._contents[index].progress
+
+    def passing(self, index: int) -> Passing:
+        """What those who read that version may be handed on as it is."""
+        return self._contents[index].passing
 
     def verified(self, index: int) -> None:
         """The slot holds its version: readers needn't wait for anything any more."""
@@ -145,6 +161,7 @@ class Holding:
             content = self._contents.get(index)
         if content is not None and content.progress.version == version:
             content.progress.end(False)
+            content.passing.refuse()
             complete = content.progress.complete
             if keep and complete:
                 self._prefixes[index] = version, complete
@@ -234,5 +251,6 @@ class Holding:
             self._changed.notify_all()
         for content in contents:
             content.progress.end(False)
+            content.passing.refuse()
         for slot in slots:
             slot.close()

@@ -7,12 +7,13 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxrl_sync.sharding import Edge, UserError
+from jaxrl_sync.sharding.digests import add_digests
 from jaxrl_sync.transfer import auth, wire
-from jaxrl_sync.transfer.brought import Brought, moved_of, seconds_of
+from jaxrl_sync.transfer.brought import Brought, applied_together, moved_of, seconds_of
 from jaxrl_sync.transfer.codec.errors import WrongBase
 from jaxrl_sync.transfer.config import SubscriberConfig
 from jaxrl_sync.transfer.errors import DeadlineError, MismatchError, PeerLost, ProtocolError, TransferError
@@ -20,12 +21,14 @@ from jaxrl_sync.transfer.hub.client import Member
 from jaxrl_sync.transfer.hub.state import version_json
 from jaxrl_sync.transfer.memory import SharedMemory
 from jaxrl_sync.transfer.outbound import keep_alive, numbered
+from jaxrl_sync.transfer.passing import Passed, parted
 from jaxrl_sync.transfer.payload.settings import FRAME
-from jaxrl_sync.transfer.payload.shadow import Shadow
+from jaxrl_sync.transfer.payload.shadow import Applied, Shadow
 from jaxrl_sync.transfer.placement import FULL, Terms
-from jaxrl_sync.transfer.progress import Progress
 from jaxrl_sync.transfer.receiving import Offer
 from jaxrl_sync.transfer.slots import Slot
+from jaxrl_sync.transfer.taking import Gone as Gone
+from jaxrl_sync.transfer.taking import Taking
 from jaxrl_sync.transfer.transports.base import remaining
 from jaxrl_sync.transfer.transports.parts import Flow
 from jaxrl_sync.transfer.transports.shm import PIECES, ShmReceiver
@@ -50,10 +53,6 @@ LAST_WORDS_S = 0.2
 logger = logging.getLogger("jaxrl_sync.transfer")
 
 
-class Gone(TransferError):
-    """The publisher no longer has the version that the round is about: take a newer one."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Opening:
     """What a link needs to be opened: the token, the blobs that the hub has, the plan, the edge."""
@@ -66,22 +65,6 @@ class Opening:
     edge: Edge
     shadow: Shadow
     paths: list[str]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Taking:
-    """One round on one rank: the slot to fill and the one that serves, what is in the slot already.
-
-    ``segments`` are the names of all slots' memory.
-    """
-
-    offer: Offer
-    slot: Slot
-    serving: Slot | None
-    segments: list[str]
-    have: frozenset[str]
-    progress: Progress
-    deadline: float
 
 
 class Inbound:
@@ -103,6 +86,7 @@ class Inbound:
         self.touched = False
         """Whether the last round may have written the slot."""
         self._told: dict[str, float] = {}
+        self._applied: list[tuple[Shadow, Applied]] = []
         self._round_lock = threading.Lock()
         self._in_round = False
         self._config = config
@@ -234,6 +218,7 @@ class Inbound:
         if not self._round_lock.acquire(timeout=remaining(deadline)):
             raise DeadlineError(f"the link to {self.peer} is busy")
         self._in_round, self.touched, self.unconfirmed = True, True, True
+        self._applied = []
         base = self.shadow.base(serving) if not taking.have else None
         self._connection.send(self._ready(taking, base), timeout_s=remaining(deadline))
         answer = self._next(offer, deadline)
@@ -247,13 +232,14 @@ class Inbound:
             raise ProtocolError(
                 f"{self.peer} sends payload {answer.get('payload')!r}, agreed on {self.terms.payloads}"
             )
-        data = None
+        frames, shadows = list[Passed](), dict[int, Shadow]()
         arrived = taking.progress.edge({c.target_path for c in self.edge.copies if c.num_elements})
         if answer.get("payload") == FRAME:
-            if base is None:
-                raise ProtocolError(f"{self.peer} sends a frame for {offer.version}, but no base was named")
-            data = self._receive_frame(answer.get("bytes"), deadline)
+            shadows = self._shadows_for(answer, taking, base)
+            frames = self._receive_frames(answer, taking, base, shadows)
+            taking.passing.put(frames)
         else:
+            taking.passing.refuse()
             self.shadow.spoiled(slot)
             self._receive_full(taking, arrived)
         done = self._parts(taking, arrived)
@@ -264,8 +250,8 @@ class Inbound:
         moved = {**moved_of(done.get("moved")), **({} if taking.have else self._receiver.moved)}
         resumed = sum(c.total_bytes for c in self.edge.copies if c.target_path in taking.have)
         self.brought = Brought(FULL, self.edge.total_bytes - resumed, moved=moved, resumed=resumed)
-        if data is not None:
-            self._apply(data, slot, serving, offer.version)
+        if frames:
+            self._apply(frames, shadows, taking)
 
     def _ready(self, taking: Taking, base: Version | None) -> dict[str, Any]:
         numbers = {p: n for n, p in enumerate(self._opening.paths)}
@@ -276,6 +262,7 @@ class Inbound:
             "timeout_s": remaining(taking.deadline),
             "segments": taking.segments,
             "base": version_json(base) if base is not None else None,
+            "passed": wish.to_json() if (wish := taking.wish) is not None else None,
             "have": sorted(numbers[p] for p in taking.have),
             "parts": RELAY_PARTS if self._config.relay else PIECES,
             **self._receiver.ready(taking.slot),
@@ -310,6 +297,35 @@ class Inbound:
             if time.monotonic() > taking.deadline:  # however much there is to read
                 raise DeadlineError(f"{self.peer} was still telling parts when the round ended")
 
+    def _shadows_for(self, begin: dict[str, Any], taking: Taking, base: Version | None) -> dict[int, Shadow]:
+        """What frames are applied by, per source process: this edge's, or those that a relay hands on."""
+        if begin.get("passed") is None:
+            if base is None:
+                raise ProtocolError(
+                    f"{self.peer} sends a frame for {taking.offer.version}, but no base was named"
+                )
+            return {self.edge.source_process: self.shadow}
+        if taking.wish is None or taking.origin is None:
+            raise ProtocolError(f"{self.peer} hands frames on, but none were wished for")
+        self.shadow.spoiled(taking.slot)
+        if taking.was is not None:
+            for shadow in taking.origin.shadows.values():
+                shadow.holds(taking.slot.generation, taking.was)
+        return dict(taking.origin.shadows)
+
+    def _receive_frames(
+        self, begin: dict[str, Any], taking: Taking, base: Version | None, shadows: Mapping[int, Shadow]
+    ) -> list[Passed]:
+        """One frame per shadow; while they are on their way, the slot catches up with what serves."""
+        for shadow in shadows.values():
+            shadow.catch_up(taking.slot, taking.serving)
+        data = self._receive_frame(begin.get("bytes"), taking.deadline)
+        told, wish = begin.get("passed"), taking.wish
+        if told is not None and wish is not None:
+            return parted(told, data, wish.plan, wish.base, sorted(shadows))
+        assert base is not None
+        return [Passed(self._opening.plan_digest, self.edge.source_process, base, data)]
+
     def _receive_frame(self, nbytes: object, deadline: float) -> bytearray:
         """A frame of so many bytes; none needs more than positions and values of every element."""
         limit = FRAME_FACTOR * self.edge.total_bytes + FRAME_ROOM
@@ -323,40 +339,53 @@ class Inbound:
         self._expect(header, "frame")
         return data
 
-    def _apply(self, data: bytearray, slot: Slot, serving: Slot | None, version: Version) -> None:
-        start = time.monotonic()
-        if serving is None:
-            self.shadow.doubt = True
-            raise WrongBase(f"{self.peer} sent a frame for {version}, but no version serves here")
+    def _apply(self, frames: Sequence[Passed], shadows: Mapping[int, Shadow], taking: Taking) -> None:
+        start, version, serving = time.monotonic(), taking.offer.version, taking.serving
         try:
-            applied = self.shadow.apply(data, slot, serving, version)
+            if serving is None:
+                raise WrongBase(f"{self.peer} sent a frame for {version}, but no version serves here")
+            for frame in frames:
+                shadow = shadows[frame.source]
+                self._applied.append((shadow, shadow.apply(frame.data, taking.slot, serving, version)))
         except TransferError:
-            self.shadow.doubt = True
+            for shadow in shadows.values():
+                shadow.doubt = True
             raise
-        self.brought = Brought(FRAME, len(data), applied, time.monotonic() - start)
+        applied = applied_together([(shadow.nbytes, a) for shadow, a in self._applied])
+        nbytes = sum(len(f.data) for f in frames)
+        self.brought = Brought(FRAME, nbytes, applied, time.monotonic() - start)
 
     def verify(self, taking: Taking) -> None:
         """The state digest decides: what lies in the slot must be what the sender read. MismatchError."""
         offer, slot, deadline = taking.offer, taking.slot, taking.deadline
-        copies, brought, start = self.edge.copies, self.brought, time.monotonic()
-        found: Digests | None = brought.applied.digests if brought.applied is not None else None
-        if self._config.verify and found is None:
-            found = self.shadow.recount(slot, self._config.threads)
+        copies, start, rows = self.edge.copies, time.monotonic(), self._counted(slot)
+        known = [digests for _, digests in rows if digests is not None]
+        found = add_digests(*known) if len(known) == len(rows) else None
         sent = self.sums(offer, deadline)
         if self._config.verify and found is not None and (sent or not copies):
             wrong = sorted(p for p in found if found[p] != sent.get(p))
             if wrong or len(found) != len(sent):
-                self.shadow.doubt = True
+                for shadow, _ in rows:
+                    shadow.doubt = True
                 names = ", ".join(wrong[:5]) or "other tensors"
                 raise MismatchError(
                     f"bits from {self.peer} over {self.transport} differ from those sent in: {names}"
                 )
-        if brought.payload == FULL:
-            self.shadow.filled(slot, offer.version, found)
-        else:
-            self.shadow.verified(slot, offer.version, found)
+        for shadow, digests in rows:
+            known_by = shadow.verified if self._applied else shadow.filled
+            known_by(slot, offer.version, digests)
+        self.shadow.holds(slot.generation, offer.version)
+        taking.passing.verified(found or {})
         seconds = {**self._told, "verify": time.monotonic() - start}
         self.brought = dataclasses.replace(self.brought, seconds=seconds)
+
+    def _counted(self, slot: Slot) -> list[tuple[Shadow, Digests | None]]:
+        """What this round brought, by shadow, with its sums where they are known or must be counted."""
+        rows = [(shadow, applied.digests) for shadow, applied in self._applied] or [(self.shadow, None)]
+        if not self._config.verify:
+            return rows
+        threads = self._config.threads
+        return [(s, s.recount(slot, threads) if digests is None else digests) for s, digests in rows]
 
     def sums(self, offer: Offer, deadline: float) -> Digests:
         """The sender's digests of what ``take`` brought: it computes them while we recount ours."""

@@ -19,6 +19,7 @@ from jaxrl_sync.transfer.hub.client import HubClient, Lease, Member
 from jaxrl_sync.transfer.hub.state import version_json, version_of
 from jaxrl_sync.transfer.inbound import Inbound, Opening
 from jaxrl_sync.transfer.pairing import Pairing
+from jaxrl_sync.transfer.passing import Origin
 from jaxrl_sync.transfer.payload.shadow import Shadow
 from jaxrl_sync.transfer.receiving import Offer
 from jaxrl_sync.transfer.slots import Slot, Target
@@ -140,13 +141,31 @@ class Links:
         for shadow in self._shadows():
             shadow.forget(live)
 
-    def begins(self, offer: Offer, slot: Slot) -> None:
-        """A round fills ``slot``: what edges of other sources know of its content is void."""
+    def origin(self, offer: Offer) -> Origin | None:
+        """What a relay may hand on to this rank as the publisher made it; None where nothing.
+
+        That is where this rank reads all of its share from the same rank of an engine, and knows one way from
+        the publisher, every edge of it.
+        """
+        ways = [way for (role, _), way in list(self._ways.items()) if role == PUBLISHER]
+        if offer.role == PUBLISHER or len(ways) != 1:
+            return None
+        way, rank = ways[0], self._config.rank
+        whole = {e.source_process for e in way.plan.edges} == way.shadows.keys()
+        equal = [e.source_process for e in self._way(offer).plan.edges] == [rank]
+        return Origin(way.pairing.digest, dict(way.shadows)) if whole and equal else None
+
+    def begins(self, offer: Offer, slot: Slot) -> Version | None:
+        """A round fills ``slot``: what edges of other sources know of its content is void.
+
+        Returns the whole version that it held.
+        """
         mine = self._way(offer)
-        self._contents.pop(slot.generation, None)
+        was = self._contents.pop(slot.generation, None)
         for way in list(self._ways.values()):
             for shadow in list(way.shadows.values()) if way is not mine else []:
                 shadow.spoiled(slot)
+        return was
 
     def holds(self, offer: Offer | None, slot: Slot, version: Version) -> None:
         """``slot`` holds a verified version, which edges of other sources can start from too."""
@@ -354,8 +373,10 @@ def read_offer(row: Any) -> tuple[Offer, list[Member]]:
         if version is None:
             raise ValueError("an offer without a version")
         role = str(row.get("role", PUBLISHER))
-        offer = Offer(str(row["round"]), version, str(row["sources"]), role)
-        return offer, [Member(**m) for m in row.get("relays") or []]
+        relays = [Member(**m) for m in row.get("relays") or []]
+        begun = row.get("begun") is True
+        offer = Offer(str(row["round"]), version, str(row["sources"]), role, begun, tuple(relays))
+        return offer, relays
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ProtocolError(
             f"the hub offers {str(row)[:200]}, expected round, version and sources"

@@ -17,6 +17,7 @@ from jaxrl_sync.transfer.errors import DeadlineError, MismatchError, PeerLost, P
 from jaxrl_sync.transfer.hub.state import version_json, version_of
 from jaxrl_sync.transfer.outcome import RankKey, RankOutcome
 from jaxrl_sync.transfer.owner import Owner, Reading
+from jaxrl_sync.transfer.passing import Passed, Wish
 from jaxrl_sync.transfer.payload.chain import Encoded
 from jaxrl_sync.transfer.payload.chains import Use
 from jaxrl_sync.transfer.payload.settings import FRAME
@@ -277,6 +278,8 @@ class Outbound:
         it has one, and what changed is sent faster.
         """
         use, base = self._use_of_chain, _base(ready)
+        if (passed := self._passed(ready, reading, deadline)) is not None:
+            return self._send_passed(ready, version, reading, passed, deadline)
         encoded = None
         if use is not None and (not reading.partial or use.may_follow(base, version)):
             reading.confirm(deadline)
@@ -284,6 +287,15 @@ class Outbound:
         if encoded is None:
             return self._send_full(ready, version, reading, deadline)
         return self._send_frame(ready, version, encoded, deadline)
+
+    def _passed(self, ready: dict[str, Any], reading: Reading, deadline: float) -> list[Passed] | None:
+        """The frames by which the version came here, where the reader can apply them as they are."""
+        wish = Wish.from_json(ready.get("passed"))
+        assert self._edge is not None and self.terms is not None
+        same = self._edge.source_process == self._edge.target_process and FRAME in self.terms.payloads
+        if wish is None or not same or self._owner.config.payload.kind == "full":
+            return None
+        return reading.frames(wish, deadline)
 
     def _flow(self, ready: dict[str, Any], reading: Reading, deadline: float) -> Flow:
         """What the receiver has already, what may be read when, and whom to tell what is in place."""
@@ -332,15 +344,7 @@ class Outbound:
         """What changed since the receiver's version: over the lanes of tcp, else over the link itself."""
         assert self._sender is not None and self._use_of_chain is not None
         round_id, size = str(ready.get("round")), len(encoded.data)
-        self._say({"kind": "begin", "round": round_id, "payload": FRAME, "bytes": size})
-        start = time.monotonic()
-        if isinstance(self._sender, (TcpSender, VerbsSender)):
-            self._sender.send_frame(ready, encoded.data, deadline)
-        else:
-            header = {"kind": "frame", "round": round_id}
-            self._connection.send(header, encoded.data, timeout_s=remaining(deadline))
-        wire_s = time.monotonic() - start
-        self._say({"kind": "done", "round": round_id, "version": version_json(version)})
+        wire_s = self._move_frame(ready, version, encoded.data, {}, deadline)
         digests = encoded.digests if self._owner.config.verify else {}
         seconds = {"wire": wire_s, "encode": encoded.encode_s, "queue": self._queue_s}
         seconds["compare"] = encoded.compare_s
@@ -349,6 +353,46 @@ class Outbound:
         name, density = self._sender.name, encoded.density
         outcome = RankOutcome("pending", "", name, size, seconds, FRAME, encoded.coding, density)
         return dataclasses.replace(outcome, compared=encoded.compared)
+
+    def _send_passed(
+        self,
+        ready: dict[str, Any],
+        version: Version,
+        reading: Reading,
+        passed: list[Passed],
+        deadline: float,
+    ) -> RankOutcome:
+        """The frames that brought the version here, and its sums once they are verified here."""
+        assert self._sender is not None
+        data = bytearray().join(f.data for f in passed)
+        about = {"passed": [[f.source, len(f.data)] for f in passed]}
+        wire_s = self._move_frame(ready, version, data, about, deadline)
+        reading.confirm(deadline)
+        digests = reading.digests if self._owner.config.verify else {}
+        seconds = {"wire": wire_s, "queue": self._queue_s}
+        self._say({"kind": "sums", "round": ready.get("round"), "digests": digests, "seconds": seconds})
+        return RankOutcome("pending", "", self._sender.name, len(data), seconds, FRAME)
+
+    def _move_frame(
+        self,
+        ready: dict[str, Any],
+        version: Version,
+        data: bytearray,
+        about: dict[str, Any],
+        deadline: float,
+    ) -> float:
+        """From begin to done; the seconds that it took."""
+        round_id = ready.get("round")
+        self._say({"kind": "begin", "round": round_id, "payload": FRAME, "bytes": len(data), **about})
+        start = time.monotonic()
+        if isinstance(self._sender, (TcpSender, VerbsSender)):
+            self._sender.send_frame(ready, data, deadline)
+        else:
+            header = {"kind": "frame", "round": round_id}
+            self._connection.send(header, data, timeout_s=remaining(deadline))
+        wire_s = time.monotonic() - start
+        self._say({"kind": "done", "round": round_id, "version": version_json(version)})
+        return wire_s
 
     def close(self) -> None:
         """Close the connection, the lanes and the mappings. Idempotent; the thread ends by itself."""

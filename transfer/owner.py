@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Protocol
 from jaxrl_sync.transfer.config import PublisherConfig
 from jaxrl_sync.transfer.outcome import RankKey, RankOutcome
 from jaxrl_sync.transfer.pairing import Pairing
+from jaxrl_sync.transfer.passing import Passed, Wish
 from jaxrl_sync.transfer.payload.chains import Chains
+from jaxrl_sync.transfer.payload.sections import Digests
 from jaxrl_sync.transfer.transports.pinned import Pinned
 from jaxrl_sync.transfer.version import Version
 
@@ -35,6 +37,18 @@ class Reading:
 
     def confirm(self, deadline: float) -> None:
         """Block until this process has verified the version itself. PeerLost when it isn't, DeadlineError."""
+
+    def frames(self, wish: Wish, deadline: float) -> list[Passed] | None:
+        """The frames by which this process got the version, where they fulfil a wish; blocks until it knows.
+
+        DeadlineError.
+        """
+        return None
+
+    @property
+    def digests(self) -> Digests:
+        """The sums of those frames' edges, after `confirm`."""
+        return {}
 
     def close(self) -> None:
         """The reader is through. Idempotent."""

@@ -27,7 +27,7 @@ from jaxrl_sync.transfer.errors import (
     PeerLost,
     TransferError,
 )
-from jaxrl_sync.transfer.exports import Held, Spare, export, export_kind, snapshot
+from jaxrl_sync.transfer.exports import Held, Shards, Spare, export, export_kind, snapshot
 from jaxrl_sync.transfer.free import free_bytes
 from jaxrl_sync.transfer.given import Given
 from jaxrl_sync.transfer.hub.client import POLL_S, HubClient, HubRefused, Lease
@@ -114,6 +114,7 @@ class Publisher:
         self._last: Version | None = None
         self._rejoined_at = -math.inf
         self._finder = concurrent.futures.ThreadPoolExecutor(1, "publisher-find")
+        self._encoder = concurrent.futures.ThreadPoolExecutor(1, "publisher-encode")
         self._pins_told: frozenset[Version] = frozenset()
         self._announcing: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         self._hub = HubClient(hub_url, token_file, self.config.hub_timeout_s)
@@ -262,13 +263,24 @@ class Publisher:
                 ticket.fail(error)
 
     def _look_up(self, version: Version) -> None:
-        """While the word spreads: find the shards that will be asked for."""
+        """While the word spreads: find the shards that will be asked for, and begin with their frames."""
         held = self._retained.find(version)
         with self._lock:
             kinds = dict(self._kinds)
         for kind, correspondence in kinds.items():
-            if held is not None:
-                held.shards(kind, correspondence)
+            shards = held.shards(kind, correspondence) if held is not None else None
+            if shards is not None and not self.closing:
+                self._encoder.submit(self._encode_ahead, version, kind, shards)
+
+    def _encode_ahead(self, version: Version, kind: str, shards: Shards) -> None:
+        with self._lock:
+            links = [link for link, of in self._kind_of.items() if of == kind]
+        if version != self._last:
+            return  # those who are late for it ask for the newest
+        try:
+            self.chains.ahead(links, version, shards)
+        except Exception:  # who asks for the frame is told why there is none
+            logger.exception("no frame of version %s is made ahead", version)
 
     def _announce(self, version: Version, export_s: float = 0.0) -> None:
         body = {
@@ -447,7 +459,8 @@ class Publisher:
         self._hub.close()
         for thread in self._threads:
             thread.join(5.0)
-        self._finder.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._finder, self._encoder):
+            pool.shutdown(wait=False, cancel_futures=True)
         self._retained.close()
         self._take_spare()
 

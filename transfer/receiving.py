@@ -17,12 +17,18 @@ Phase = Literal["filling", "prepared"]
 
 @dataclasses.dataclass(frozen=True)
 class Offer:
-    """A round that the hub offers to this engine: every rank of it is offered the same."""
+    """A round that the hub offers to this engine: every rank of it is offered the same.
+
+    ``begun``: the hub has begun it for this rank with the offer, so that ``world`` is the source that counts,
+    and ``relays`` are its members where its role is relay.
+    """
 
     round: str
     version: Version
     world: str
     role: str = "publisher"
+    begun: bool = dataclasses.field(default=False, compare=False)
+    relays: tuple[Any, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     @property
     def source(self) -> str:
@@ -158,6 +164,12 @@ def wanted(state: ReceiverState) -> Offer | None:
     if have is not None and have.lineage == offer.version.lineage and offer.version.number < have.number:
         return None
     return offer
+
+
+def is_taken(state: ReceiverState, offer: Offer) -> bool:
+    """Whether an offer is being taken, or will be, or what became of it was told."""
+    filling = state.filling is not None and state.filling.offer.round == offer.round
+    return filling or offer.round in state.over or wanted(dataclasses.replace(state, offer=offer)) is not None
 
 
 def begin(state: ReceiverState, offer: Offer, read: frozenset[int] = frozenset()) -> ReceiverState:

@@ -17,32 +17,32 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxrl_sync.transfer import receiving
+from jaxrl_sync.transfer import agreement, receiving
+from jaxrl_sync.transfer.agreement import HUB_GRACE_S as HUB_GRACE_S
 from jaxrl_sync.transfer.brought import prepared_by
 from jaxrl_sync.transfer.clean import remove_stale
 from jaxrl_sync.transfer.config import SubscriberConfig
 from jaxrl_sync.transfer.errors import (
-    DeadlineError,
     MismatchError,
     PeerLost,
     ResourceError,
     TransferError,
 )
 from jaxrl_sync.transfer.holding import Holding
-from jaxrl_sync.transfer.hub.client import POLL_S, HubClient, HubRefused, Member
+from jaxrl_sync.transfer.hub.client import HubClient, HubRefused, Member
 from jaxrl_sync.transfer.hub.state import version_json
-from jaxrl_sync.transfer.inbound import Gone, Inbound, Taking, take_all
+from jaxrl_sync.transfer.inbound import Inbound, take_all
 from jaxrl_sync.transfer.links import SWAP_TELL_S, Links, read_offer
 from jaxrl_sync.transfer.receiving import Offer, ReceiverState, SubscriberStats
 from jaxrl_sync.transfer.receiving import Prepared as Prepared
 from jaxrl_sync.transfer.registration import subscriber_info
 from jaxrl_sync.transfer.relay import LEAVE_S, ROLE, Relay
 from jaxrl_sync.transfer.slots import Slot, Target
+from jaxrl_sync.transfer.taking import Gone, Taking
 from jaxrl_sync.transfer.update import Update as Update
 from jaxrl_sync.transfer.version import Version
 from jaxrl_sync.transfer.watching import Watching
 
-HUB_GRACE_S = 5.0  # a hub that is slow, or starts again, may take so much longer than a round's deadline
 BACKOFF_S = (0.05, 0.2, 0.5, 1.0, 2.0)
 
 logger = logging.getLogger("jaxrl_sync.transfer")
@@ -110,7 +110,7 @@ class Subscriber:
         except BaseException:
             self._free()
             raise
-        self._watching = Watching(self._lease, self._links, self._see, self._wake)
+        self._watching = Watching(self._lease, self._links, self._see, self._wake, self._begin_s)
         self._watching.start()
 
     # What the engine calls.
@@ -257,9 +257,17 @@ class Subscriber:
     def _see(self, offer: Offer | None) -> None:
         with self._changed:
             self._state = receiving.see(self._state, offer)
+            unwanted = offer is not None and offer.begun and not receiving.is_taken(self._state, offer)
             self._changed.notify_all()
+        if offer is not None and unwanted:
+            self._tell_failed(offer, "it isn't taken here")
         if offer is not None and self.config.size == 1 and offer.version == self._state.told:
             self._watching.report(lambda: self._advance(offer, "installed"))  # the hub had forgotten it
+
+    def _begin_s(self) -> float:
+        """The deadline of rounds that may begin with their offer, 0 where this rank may not want it."""
+        sure = self.config.eager and self.config.slots > 1 and not self._state.rejected
+        return self.config.timeout_s if sure else 0.0
 
     def _advance(
         self,
@@ -322,7 +330,9 @@ class Subscriber:
         return offer, report
 
     def _begin_round(self, offer: Offer, limit_s: float, deadline: float) -> tuple[Offer, list[Member]]:
-        """Tell the hub; the source that its answer names is the one that counts."""
+        """Tell the hub, unless it knows; the source that its answer names is the one that counts."""
+        if offer.begun and offer == self._state.offer:
+            return dataclasses.replace(offer, begun=False), list(offer.relays)
         answer = self._advance(offer, "begun", limit_s, deadline)
         return read_offer(answer["offer"]) if answer.get("offer") else (offer, [])
 
@@ -383,11 +393,12 @@ class Subscriber:
         start, slot = time.monotonic(), self._slots[index]
         self._links.write_constants(offer, slot)
         self._links.forget_slots({s.generation for s in self._slots})
-        self._links.begins(offer, slot)
+        was, origin = self._links.begins(offer, slot), self._links.origin(offer)
         with self._changed:
             serving = None if self._state.serving is None else self._slots[self._state.serving]
         segments, progress = [s.memory.name for s in self._slots], self._holding.progress(index)
-        taking = Taking(offer, slot, serving, segments, have, progress, deadline)
+        passing = self._holding.passing(index)
+        taking = Taking(offer, slot, serving, segments, have, progress, deadline, passing, was, origin)
         try:
             take_all(self._pool, links, taking)
             wire_s = time.monotonic() - start
@@ -409,16 +420,7 @@ class Subscriber:
                 self._watching.report(lambda: self._advance(offer, "prepared"))
             return
         self._advance(offer, "prepared", deadline=deadline)
-        while (left := deadline - time.monotonic()) > 0:
-            body = {"round": offer.round, "timeout_s": min(left, POLL_S)}
-            status = self._hub.call("/v1/round", body, min(left, POLL_S), within_s=left + HUB_GRACE_S)
-            if status["state"] not in ("open", "committed"):
-                raise TransferError(f"version {offer.version} is {status['state']}: {status['reason']}")
-            if status["prepared"]:
-                return
-        raise DeadlineError(
-            f"other ranks of {self.config.engine} weren't prepared for {offer.version} in time"
-        )
+        agreement.wait_prepared(self._hub, offer, self.config.engine, deadline)
 
     def _give_up(self, offer: Offer, error: BaseException) -> None:
         """End the round on our side. A sender that didn't confirm is cut off, its slot gets new memory."""

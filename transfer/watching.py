@@ -28,11 +28,14 @@ class Watching:
         links: Links,
         on_offer: Callable[[Offer | None], None],
         on_change: Callable[[], None],
+        begin_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        """``begin_s``: the deadline of rounds that the hub begins with the offer, 0 where it doesn't."""
         self._lease = lease
         self._links = links
         self._on_offer = on_offer
         self._on_change = on_change
+        self._begin_s = begin_s
         self._closed = threading.Event()
         self._unlinked = threading.Event()
         self._reports: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -73,8 +76,10 @@ class Watching:
         publishers: list[Member] = []
         while not self._closed.is_set():
             try:
-                limit_s = POLL_S if self._links.whole else RETRY_S
-                seen = read_watch(self._lease.call("/v1/watch", {**known, "timeout_s": limit_s}, limit_s))
+                whole = self._links.whole
+                limit_s = POLL_S if whole else RETRY_S
+                limits = {"timeout_s": limit_s, "begin_s": self._begin_s() if whole else 0.0}
+                seen = read_watch(self._lease.call("/v1/watch", {**known, **limits}, limit_s))
             except TransferError as error:
                 if self._closed.is_set() or self._lease.lost.is_set():
                     break

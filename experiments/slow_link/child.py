@@ -78,6 +78,7 @@ def replica(options: dict[str, Any]) -> None:
         timeout_s=300,
         site=options["site"],
         relay=options["relay"],
+        eager=True,
         host=options["host"],
         payload=PayloadSettings(options["payload"]),
     )
@@ -87,15 +88,16 @@ def replica(options: dict[str, Any]) -> None:
             update = inbox.poll(timeout_s=600)
             if update is None:
                 return
+            seen = time.time()
             report = update.prepare()
             update.swap()
             say(
                 installed=report.version.number,
+                seen=seen,
                 t=time.time(),
-                nbytes=report.nbytes,
                 payload=report.payload,
-                wire_s=report.wire_s,
-                verify_s=report.verify_s,
+                source=report.source,
+                seconds=dict(report.seconds),
             )
 
 

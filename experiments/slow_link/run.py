@@ -99,7 +99,7 @@ def measure(way: str, options: argparse.Namespace) -> dict[str, Any]:
         for child in (sender, *replicas):
             _line(child, "ready")
         network.proxy.enforce(Rule("delay", source="r*", value=half_s))
-        seconds, crossed = [], []
+        seconds, crossed, parts = [], [], []
         for number in range(options.versions + 1):
             before = _crossed(network)
             _tell(sender, {"publish": number})
@@ -107,9 +107,8 @@ def measure(way: str, options: argparse.Namespace) -> dict[str, Any]:
             taken = [_line(child, "installed") for child in replicas]
             seconds.append(max(t["t"] for t in taken) - start)
             crossed.append(_crossed(network) - before)
-            print(
-                f"  {way} {number}: {seconds[-1]:.3f} s, {crossed[-1]:,} B, {[t['payload'] for t in taken]}"
-            )
+            parts.append(_parts(start, taken))
+            print(f"  {way} {number}: {seconds[-1]:.3f} s, {crossed[-1]:,} B, {parts[-1]}")
     line_bytes = int(statistics.median(crossed[1:]))
     row = {
         "way": way,
@@ -122,11 +121,23 @@ def measure(way: str, options: argparse.Namespace) -> dict[str, Any]:
         "bound_s": line_bytes * 8 / (options.rate_mbit * 1e6) + 3 * options.round_trip_ms / 1e3,
         "seconds": statistics.median(seconds[1:]),
         "all_s": [round(s, 4) for s in seconds[1:]],
+        "parts_s": {k: round(statistics.median(p[k] for p in parts[1:]), 4) for k in parts[0]},
         "commit": _commit(),
     }
     with ROWS.open("a", encoding="utf8") as file:
         file.write(json.dumps(row) + "\n")
     return row
+
+
+def _parts(start: float, taken: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds from publish until the last replica has seen the offer, until the first and the last serve."""
+    moments = {
+        "offer": max(t["seen"] for t in taken),
+        "first": min(t["t"] for t in taken),
+        "last": max(t["t"] for t in taken),
+    }
+    worst = {k: max(t["seconds"].get(k, 0.0) for t in taken) for k in ("wire", "apply", "verify")}
+    return {k: round(v, 4) for k, v in {**{k: t - start for k, t in moments.items()}, **worst}.items()}
 
 
 def _crossed(network: Network) -> int:

@@ -144,6 +144,7 @@ def to_subscriber(config: RunConfig, replica: int, rank: int) -> SubscriberConfi
         verbs=to_verbs(config),
         site=s.sites[replica] if replica < len(s.sites) else s.site,
         reliable=replica not in s.spot,
+        eager=s.initiator == "pull" and config.engine.processes == 1,
         relay=s.relay or s.fanout != "star" or len({s.site, *s.sites}) > 1,
         host=config.run.host,
         payload=to_payload(config),

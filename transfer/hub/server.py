@@ -36,7 +36,7 @@ from jaxrl_sync.transfer.hub import machine, preflight, views
 from jaxrl_sync.transfer.hub.bodies import BadRequest, event_of, member_key, model_name, number, text, version
 from jaxrl_sync.transfer.hub.metrics import families
 from jaxrl_sync.transfer.hub.room import Room
-from jaxrl_sync.transfer.hub.state import HubState, Tag, version_json, version_of
+from jaxrl_sync.transfer.hub.state import HubState, MemberKey, Tag, version_json, version_of
 from jaxrl_sync.transfer.hub.trace import Trace
 from jaxrl_sync.transfer.rates import DEFAULT_LIMITS, RateLimits
 from jaxrl_sync.transfer.refusals import Refusals
@@ -237,7 +237,11 @@ class Routes:
                 raise BadRequest(f"{len(models)} models are known, no more are taken")
 
     async def watch(self, request: Request) -> Response:
-        """Long poll of a subscriber rank: answers when publishers or its offer differ from what it knows."""
+        """Long poll of a subscriber rank: answers when publishers or its offer differ from what it knows.
+
+        With ``begin_s`` the rank takes whatever is offered, at once: another round than it knows is begun
+        for it, with that deadline, in the same breath.
+        """
         body = await _json(request)
         key, incarnation = member_key(body), text(body, "incarnation")
         known_round, known_publishers = body.get("round"), body.get("publishers")
@@ -251,8 +255,22 @@ class Routes:
             changed = offered != known_round or publishers != known_publishers
             return seen if changed else None
 
+        begin_s = number(body, "begin_s", 0.0)
         result = await self.hub.poll(ask, number(body, "timeout_s", MAX_POLL_S))
+        if begin_s > 0 and isinstance(result, dict) and result["offer"] is not None:
+            if result["offer"]["round"] != known_round:
+                result = self._begun(key, incarnation, result, begin_s)
         return self._answer(result if result is not None else {"unchanged": True})
+
+    def _begun(
+        self, key: MemberKey, incarnation: str, seen: dict[str, Any], begin_s: float
+    ) -> dict[str, Any]:
+        """What a rank was going to be told, with the round begun; as it is where that can't be."""
+        begun = machine.Advance(key, incarnation, seen["offer"]["round"], "begun", begin_s)
+        outcome = self.hub.apply(begun)
+        if isinstance(outcome, machine.Refused):
+            return seen
+        return {**seen, "offer": {**outcome.reply["offer"], "begun": True}}
 
     async def round(self, request: Request) -> Response:
         """Long poll of a rank that is prepared: answers when every rank is, or when the round is over."""

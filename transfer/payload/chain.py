@@ -122,26 +122,29 @@ class Chain:
         That is without a base, with one that isn't remembered, or across lineages.
         """
         with self._lock:
-            if base is None or self._head is None or base.lineage != version.lineage:
-                return None
-            key = base, version
-            if key in self._frames:
-                return self._frames[key]
-            if not self.knows(base):
-                return None
-            start = time.perf_counter()
-            if not self._advance(version, sources):
-                return None
-            compare_s = time.perf_counter() - start
-            steps = self._between(base, version)
-            found = None if steps is None else self._encode(base, version, steps, sources)
-            if found is not None:
-                seconds = time.perf_counter() - start
-                found = dataclasses.replace(found, encode_s=seconds, compare_s=compare_s)
-            self._forget()
-            if found is not None:
-                self._keep(key, found)
-            return found
+            return self._frame(base, version, sources)
+
+    def _frame(self, base: Version | None, version: Version, sources: Shards) -> Encoded | None:
+        if base is None or self._head is None or base.lineage != version.lineage:
+            return None
+        key = base, version
+        if key in self._frames:
+            return self._frames[key]
+        if not self.knows(base):
+            return None
+        start = time.perf_counter()
+        if not self._advance(version, sources):
+            return None
+        compare_s = time.perf_counter() - start
+        steps = self._between(base, version)
+        found = None if steps is None else self._encode(base, version, steps, sources)
+        if found is not None:
+            seconds = time.perf_counter() - start
+            found = dataclasses.replace(found, encode_s=seconds, compare_s=compare_s)
+        self._forget()
+        if found is not None:
+            self._keep(key, found)
+        return found
 
     def follow(self, version: Version, sources: Shards) -> None:
         """Make ``version`` the head where an older one is it: frames can then start from it, too."""
@@ -150,6 +153,13 @@ class Chain:
                 if not self._advance(version, sources):
                     self._restart(version, sources)
                 self._forget()
+
+    def ahead(self, version: Version, sources: Shards) -> None:
+        """Make the frames to ``version`` from what receivers have confirmed, newest first, while they ask."""
+        with self._lock:
+            known = {v for v in self._confirmed.values() if version.follows(v) and self.knows(v)}
+            for base in sorted(known, key=lambda v: -v.number)[:KEPT_FRAMES]:
+                self._frame(base, version, sources)
 
     def confirm(self, receiver: object, version: Version) -> None:
         """``receiver`` acknowledged ``version``: steps that no receiver needs any more are let go."""

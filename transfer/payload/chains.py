@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 
 from jaxrl_sync.sharding import Edge
 from jaxrl_sync.transfer.payload.chain import Chain, Encoded
@@ -41,6 +42,15 @@ class Chains:
             chains = list(self._chains.values())
         for chain in chains:
             chain.follow(version, sources)
+
+    def ahead(self, links: Iterable[str], version: Version, sources: Shards) -> None:
+        """Make the frames of ``version`` that these links will ask for, before they do."""
+        with self._lock:
+            keys = {self._users[link] for link in links if link in self._users}
+            chains = [self._chains[key] for key in keys]
+        for chain in chains:
+            if self.settings.kind != "auto" or chain.seen.frame_pays(version):
+                chain.ahead(version, sources)
 
     def close(self, link: str) -> None:
         """The link is gone; the last one that uses a chain takes its baseline with it."""

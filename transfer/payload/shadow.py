@@ -78,6 +78,11 @@ class Shadow:
         self.copied = 0
         """Times that a slot had to be copied from the serving one."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the edge."""
+        return self._edge.total_bytes
+
     @functools.cached_property
     def _sections(self) -> tuple[Section, ...]:
         return sections_of(self._edge.copies)
@@ -120,6 +125,16 @@ class Shadow:
     def forget(self, live: set[int]) -> None:
         """Slots whose memory was given up hold nothing."""
         self._content = {k: v for k, v in self._content.items() if k in live}
+
+    def catch_up(self, slot: SlotLike, serving: SlotLike | None) -> None:
+        """Bring ``slot`` to what serves, as `apply` would: while a frame on that is still on its way."""
+        base = self.base(serving)
+        if base is None or serving is None:
+            return
+        before = self._content.get(slot.generation)
+        self.spoiled(slot)
+        self._catch_up(slot, serving, before, base)
+        self._content[slot.generation] = base
 
     def apply(
         self, data: bytes | bytearray | memoryview, slot: SlotLike, serving: SlotLike, version: Version
