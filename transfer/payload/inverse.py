@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxrl_sync.sharding import Copy
-from jaxrl_sync.transfer.codec.bits import Bits
+from jaxrl_sync.transfer.codec.bits import Bits, Positions
 from jaxrl_sync.transfer.payload.entries import Entries, joined
 from jaxrl_sync.transfer.payload.sections import Section
 
@@ -60,8 +60,8 @@ class Box:
         inside: npt.NDArray[np.bool_] | None = None
         for stride, size, step in self.axes:
             index = rest if stride == 1 else rest // kind(stride)
-            rest = np.zeros_like(rest) if stride == 1 else rest - index * kind(stride)
-            places += index * kind(step % wrap)  # modulo the width: negative steps, too
+            rest = rest[:0] if stride == 1 else rest - index * kind(stride)
+            places += index if step == 1 else index * kind(step % wrap)  # modulo the width: negative, too
             if index.size and int(index.max()) >= size:
                 inside = index < size if inside is None else inside & (index < size)
         if rest.any():
@@ -176,8 +176,15 @@ class Inverse:
         if self._sorted[copy]:
             return parts[0]
         places, new, old = joined(parts, self.section)
-        order = np.argsort(places)
+        order = _order(places)
         return places[order], new[order], old[order]
+
+
+def _order(places: Positions) -> npt.NDArray[np.intp]:
+    """As ``np.argsort`` of u32, by halves: numpy sorts 16 bits by their digits, four times as fast."""
+    low = np.argsort(places.astype(np.uint16), kind="stable")
+    high = (places >> np.uint32(16)).astype(np.uint16)
+    return low[np.argsort(high[low], kind="stable")]
 
 
 def _shard(boxes: list[Box], copies: list[int]) -> _Shard:
