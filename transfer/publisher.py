@@ -352,7 +352,8 @@ class Publisher:
             except HubRefused as error:
                 if not _regress(error):
                     raise
-                logger.info("%s", error)  # a later one was announced meanwhile
+                logger.info("%s", error)  # a later one was announced meanwhile, or withdrawn since
+                self._tell("/v1/event/hold", {})
 
     def unpublish(self, version: Version, timeout_s: float, force: bool = False) -> None:
         """Stop to serve ``version`` and give its buffers up, once nobody reads it here any more. Blocks.
@@ -362,16 +363,18 @@ class Publisher:
         """
         deadline = time.monotonic() + timeout_s
         about = {"model": self.config.model, "version": version_json(version), "force": force}
-        seen = self._lease.call("/v1/event/unpublish", about)
-        if seen["last_reliable"] and not force:
-            raise TransferError(f"version {version} is needed and has no other reliable copy: it stays")
-        while not seen["drained"]:
+        while True:  # said again to a hub that has restarted meanwhile
+            seen = self._lease.call("/v1/event/unpublish", about)
+            if seen["last_reliable"] and not force:
+                raise TransferError(f"version {version} is needed and has no other reliable copy: it stays")
+            if seen["drained"]:
+                break
             left = deadline - time.monotonic()
             if left <= 0:
                 names = ", ".join(seen["readers"])
                 raise DeadlineError(f"version {version} is still read by {names} after {timeout_s:g} s")
             left = min(left, POLL_S)
-            seen = self._lease.call("/v1/unpublished", {**about, "timeout_s": left}, left)
+            self._lease.call("/v1/unpublished", {**about, "timeout_s": left}, left)
         self._give_spare(self._retained.drop(version))
         self._tell("/v1/event/hold", {})
 

@@ -234,7 +234,8 @@ def swap(state: ReceiverState, offer: Offer) -> ReceiverState:
 def rollback(state: ReceiverState) -> ReceiverState:
     """The version that served before serves again; the one that served isn't taken again.
 
-    TransferError where its slot doesn't hold it any more.
+    A round that brought nothing, because that one was installed already, is given up. TransferError where
+    the slot of the version before doesn't hold it any more.
     """
     if state.previous is None or state.serving is None or state.installed is None:
         raise TransferError(f"there is no version before {state.installed} to roll back to")
@@ -245,6 +246,8 @@ def rollback(state: ReceiverState) -> ReceiverState:
             f"{state.installed} goes on; more sync.slots keep older versions"
         )
     left = state.installed
+    if state.filling is not None and state.filling.slot is None:
+        state = drop(state)
     return dataclasses.replace(
         state,
         serving=slot,

@@ -170,10 +170,13 @@ class Subscriber:
         """
         with self._changed:
             self._check_open()
+            before = self._state.filling
             self._state = receiving.rollback(self._state)
             serving, version = self._state.serving, self._state.installed
             self._stats.rollbacks += 1
         assert serving is not None
+        if before is not None and self._state.filling is None:
+            self._tell_failed(before.offer, f"rolled back to {version}")
         logger.warning("rolled back to version %s", version)
         self._watching.report(lambda: self._lease.update())
         return self._slots[serving].tree()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from jaxrl_sync.transfer import receiving
 from jaxrl_sync.transfer.errors import TransferError
 from jaxrl_sync.transfer.receiving import Offer
 from jaxrl_sync.transfer.version import Version
@@ -54,6 +55,10 @@ class EngineWorld:
         self.slow_until = 0.0
         self.discards = 0
         self.crashes = 0
+        self.rollbacks = 0
+        """Times that all its ranks went back to the version before."""
+        self.withdrawn: dict[Version, float] = {}
+        """When the trainer had given versions up."""
         self.plan = 0
         self.served: dict[int, Version] = {}
         self.verified: dict[tuple[str, int], Version] = {}
@@ -91,8 +96,36 @@ class EngineWorld:
 
             rank.spawn(go())
 
+    def rollback(self) -> None:
+        """All ranks serve the version before again from one step on, where all of them still have it."""
+        leader, *followers = self.ranks
+        behind = any(f.taken < self.plan or f.orders for f in followers)
+        if behind or not all(r.alive and r.ready and _can_roll_back(r) for r in self.ranks):
+            return
+        self.rollbacks += 1
+        self.plan += 1
+        for follower in followers:
+            follower.order("rollback", self.plan, leader.state.installed)
+        leader.rollback(self.plan)
+
+    def check_rollback(self, rank: SubscriberRank, left: Version | None, number: int) -> None:
+        """What serves again has the exact bits that it had, on every rank, and is what served before."""
+        version, memory = rank.state.installed, rank.memory(rank.state.serving)
+        assert version is not None and left is not None
+        if memory is None or not memory.holds(self.truth.of(version)):
+            found = None if memory is None else memory.words
+            self.world.violated(f"{rank.name} went back to {version} with the words {found}")
+        if version == left or version not in rank.history:
+            self.world.violated(f"{rank.name} went back from {left} to {version}, which it never served")
+        rank.history.append(version)
+        rank.left = left
+        self._check_step(rank, version, number)
+
     def check_swap(self, rank: SubscriberRank, offer: Offer, number: int) -> None:
-        """What starts to serve is whole, later than what served, and every rank has it."""
+        """What starts to serve is whole, later than what served, and every rank has it.
+
+        It isn't what was rolled back, nor what its source had given up before this rank began to take it.
+        """
         memory = rank.memory(rank.state.serving)
         if memory is None or not memory.holds(self.truth.of(offer.version)):
             found = None if memory is None else memory.words
@@ -100,16 +133,34 @@ class EngineWorld:
         before = rank.history[-1] if rank.history else None
         if before is not None and before.follows(offer.version):
             self.world.violated(f"{rank.name} went back from {before} to {offer.version}")
+        if offer.version == rank.left:
+            self.world.violated(f"{rank.name} serves {offer.version} again, which was rolled back")
+        gone_at = self.withdrawn.get(offer.version, math.inf)
+        new_reader = offer.role == "publisher" and offer.version not in rank.history
+        if new_reader and rank.begun_at.get(offer.round, 0.0) > gone_at:
+            self.world.violated(f"{rank.name} serves {offer.version}, taken after it was withdrawn")
+        rank.left = None
         rank.history.append(offer.version)
         for other in range(self.size):
             if self.verified.get((offer.round, other)) != offer.version:
                 self.world.violated(
                     f"{rank.name} swaps to {offer.version} in {offer.round}, rank {other} never had it whole"
                 )
-        if self.served.setdefault(number, offer.version) != offer.version:
+        self._check_step(rank, offer.version, number)
+
+    def _check_step(self, rank: SubscriberRank, version: Version, number: int) -> None:
+        if self.served.setdefault(number, version) != version:
             self.world.violated(
-                f"step {number} of {self.name}: {self.served[number]} and, on {rank.name}, {offer.version}"
+                f"step {number} of {self.name}: {self.served[number]} and, on {rank.name}, {version}"
             )
+
+
+def _can_roll_back(rank: SubscriberRank) -> bool:
+    try:
+        receiving.rollback(rank.state)
+    except TransferError:
+        return False
+    return True
 
 
 class EngineRank(SubscriberRank):
@@ -150,6 +201,8 @@ class EngineRank(SubscriberRank):
                 self.discard(offer, "its swap failed")
                 continue
             yield STEP_S
+            if self.state.filling is None:  # a rollback gave it up: it had brought nothing
+                continue
             engine.plan += 1
             for follower in followers:
                 follower.order("swap", engine.plan, offer.version)
@@ -180,6 +233,10 @@ class EngineRank(SubscriberRank):
                 asked.append(None)
                 prepare.fire()
                 continue
+            if what == "rollback":
+                if not self._go_back(number):
+                    return
+                continue
             deadline = self.clock() + self.engine.limits.timeout_s
             while self.held is None or self.held.version != version:
                 left = deadline - self.clock()
@@ -196,6 +253,19 @@ class EngineRank(SubscriberRank):
             offer, self.held = self.held, None
             self.swap(offer, number)
             self.taken = number
+
+    def _go_back(self, number: int) -> bool:
+        """Whether the rank could roll back; else its engine ends as a whole."""
+        try:
+            self.rollback(number)
+        except TransferError as error:
+            reason = f"rank {self.rank} can't roll back as the others did: {error}"
+            self.world.at(0.0, lambda: self.engine.crash(1.0, reason))
+            return False
+        if self.held is not None and self.state.filling is None:
+            self.held = None
+        self.taken = number
+        return True
 
     def _shadow(self, asked: list[None], signal: Signal) -> Steps:
         """As inference.updater.Shadow: prepares what the leader prepares."""

@@ -132,6 +132,8 @@ class Evaluator(Node):
         if self.promised is None or not self.alive or not self.hub.alive:
             return
         version, life = self.promised
+        if version in self.trainer.forced:
+            return
         owner = self.hub.state.pins.get(Tag(MODEL, version), {}).get(self.name)
         member = self.hub.state.members.get(self.lease.key)
         if owner is None or member is None or owner[1] != member.incarnation:

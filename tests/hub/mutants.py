@@ -9,7 +9,9 @@ from typing import Any
 from unittest import mock
 
 from jaxrl_sync.transfer import receiving
+from jaxrl_sync.transfer.errors import TransferError
 from jaxrl_sync.transfer.hub import fleet, machine, outcomes
+from jaxrl_sync.transfer.hub import state as hub_state
 from jaxrl_sync.transfer.hub.state import HubState, Member, MemberKey, RankState, Round, Tag
 from jaxrl_sync.transfer.receiving import Filling, Offer, ReceiverState
 from jaxrl_sync.transfer.retention import Decision, decide
@@ -134,6 +136,46 @@ def _install_of_anyone(state: HubState, key: MemberKey, entry: Round) -> HubStat
 _installed = outcomes.installed
 
 
+@contextlib.contextmanager
+def _withdrawn_is_served() -> Iterator[None]:
+    """A version that its publisher withdraws gets new readers."""
+    publisher = fleet._publisher
+
+    def mistake(state: HubState, *args: Any) -> Any:
+        held = {k: {t: hub_state.Holding() for t in tags} for k, tags in state.holdings.items()}
+        return publisher(dataclasses.replace(state, holdings=held), *args)
+
+    with mock.patch.object(fleet, "_publisher", mistake):
+        yield
+
+
+_unpublish = machine._unpublish
+
+
+def _gives_up_at_once(state: HubState, event: machine.Unpublish) -> Any:
+    state, outcome = _unpublish(state, event)
+    assert isinstance(outcome, machine.Done)
+    return state, machine.Done(outcome.log, {**outcome.reply, "drained": True})
+
+
+# Rollback.
+
+
+def _whatever_its_slot_holds(state: ReceiverState) -> ReceiverState:
+    if state.previous is None or state.serving is None or state.installed is None:
+        raise TransferError("nothing before")
+    slot, version = state.previous
+    previous, left = (state.serving, state.installed), (state.installed,)
+    return dataclasses.replace(state, serving=slot, installed=version, previous=previous, rejected=left)
+
+
+_rollback = receiving.rollback
+
+
+def _takes_it_again(state: ReceiverState) -> ReceiverState:
+    return dataclasses.replace(_rollback(state), rejected=())
+
+
 # Relays, resuming, one slot.
 
 
@@ -198,6 +240,10 @@ MUTANTS: dict[str, Callable[[], Patch]] = {
     "words of another version are a resumed prefix": _patch(Holding, "prefix", _prefix_of_any_version),
     "a relay sends what has not arrived": _patch(SlotReading, "wait", _no_gate),
     "a poisoned engine serves": _patch(SubscriberRank, "_set", _serves_poisoned),
+    "a withdrawn version gets new readers": _withdrawn_is_served,
+    "a withdrawn version is given up while it is read": _patch(machine, "_unpublish", _gives_up_at_once),
+    "a rollback serves whatever its slot holds": _patch(receiving, "rollback", _whatever_its_slot_holds),
+    "what was rolled back is taken again": _patch(receiving, "rollback", _takes_it_again),
     "a pinned version is dropped": _patch(trainer, "decide", _drops_pinned),
     "export buffers are used again while they are read": _buffers_used_while_read,
 }

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal, get_args
 
-from jaxrl_sync.transfer.hub.state import Fanout, FanoutKind, HubState, MemberKey, Round
+from jaxrl_sync.transfer.hub.state import Fanout, FanoutKind, HubState, MemberKey, Round, Tag
 from jaxrl_sync.transfer.outcome import conclude, open_ranks
 from jaxrl_sync.transfer.version import Version
 
@@ -42,6 +42,8 @@ Kind = Literal[
     "leave",
     "evaluate",
     "pause training",
+    "unpublish",
+    "roll back",
 ]
 Phase = Literal[
     "", "registered", "announced", "begun", "writing", "receiving", "verified", "prepared", "swapped"
@@ -49,6 +51,8 @@ Phase = Literal[
 PHASES: tuple[Phase, ...] = get_args(Phase)
 KINDS: tuple[Kind, ...] = get_args(Kind)
 CONVERGE_S = 150.0
+FORCED_S = 15.0
+"""A version is withdrawn whoever needs it where its fault lasts so long."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +133,8 @@ class Simulation:
             )
             for i, size in enumerate(schedule.engines)
         ]
+        for engine in self.engines:
+            engine.withdrawn = self.trainer.withdrawn
         self._healed: list[Callable[[], None]] = []
         self._newest: dict[str, Version] = {}
         self._waiting: list[Fault] = []
@@ -158,8 +164,11 @@ class Simulation:
             if len(engines) != len(set(engines)):
                 self.world.violated(f"an engine has two open rounds: {sorted(engines)}")
         for key, entry in state.rounds.items():
-            if key not in before.rounds:
+            old = before.rounds.get(key)
+            if old is None:
                 self._check_offer(state, entry)
+            if entry.begun and not (old is not None and old.begun):
+                self._check_source(state, entry)
         for member in state.members.values():
             if member.expires <= hub.clock() - TICK_S:
                 self.world.violated(f"{member.key} is still a member after its lease ran out")
@@ -196,6 +205,14 @@ class Simulation:
             member = state.members.get(key)
             if member is None or member.incarnation != incarnation:
                 self.world.violated(f"{entry.id} is offered although {key} is gone")
+
+    def _check_source(self, state: HubState, entry: Round) -> None:
+        """Nobody begins to read from a trainer what one of its ranks doesn't hold or withdraws."""
+        tag = Tag(entry.model, entry.version)
+        for rank in entry.sources if entry.role == "publisher" else ():
+            holding = state.holdings.get(MemberKey("publisher", entry.world, rank), {}).get(tag)
+            if holding is None or holding.state == "draining":
+                self.world.violated(f"{entry.engine} begins to read {entry.version}, which is withdrawn")
 
     def _check_committed(self, name: str, round_id: str, version: Version) -> None:
         engine = next(e for e in self.engines if e.name == name)
@@ -282,6 +299,10 @@ class Simulation:
             case "stall a write":  # longer than its round may last
                 limits_s = self.trainer.limits.timeout_s
                 self.trainer.ranks[fault.who % len(self.trainer.ranks)].stall_s = limits_s + fault.lasts_s
+            case "unpublish":
+                self.trainer.unpublish(fault.who, force=fault.lasts_s >= FORCED_S)
+            case "roll back":
+                engine.rollback()
             case "pause training":
                 period_s = self.schedule.period_s
                 self._for(
@@ -350,6 +371,10 @@ class Simulation:
         if self.schedule.trains_on:
             self.world.run(self.world.now + 8.0)
         self.trainer.target = max(1, *(r.published for r in self.trainer.ranks))
+        last = Version(self.trainer.lineage, self.trainer.target)
+        left = {r.left for e in self.engines for r in e.ranks}
+        if last in self.trainer.withdrawing or last in left:
+            self.trainer.target += 1  # nobody need ever serve that one
         if not self.world.run(self.world.now + CONVERGE_S, self._at_rest) and not self.world.violations:
             self.world.violated(f"not at rest {CONVERGE_S:g} s after the faults: {self._unrest()}")
 
@@ -360,9 +385,8 @@ class Simulation:
         newest = self.hub.state.newest.get(MODEL)
         if newest is None or newest.version != version:
             return False
-        return all(self._serves(r, version) for e in self.engines for r in e.ranks) and self._concluded(
-            version
-        )
+        ranks = [r for e in self.engines for r in e.ranks]
+        return all(self._serves(r, version) for r in ranks) and self._concluded(version)
 
     def _serves(self, rank: EngineRank, version: Version) -> bool:
         memory = rank.memory(rank.state.serving)
@@ -371,6 +395,7 @@ class Simulation:
             and rank.state.installed == version
             and memory is not None
             and memory.serving == version
+            and self.hub.state.installed.get(rank.lease.key) == version
         )
 
     def _concluded(self, version: Version) -> bool:

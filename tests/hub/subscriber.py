@@ -51,6 +51,8 @@ class SubscriberRank(Server):
         self.inbound = Links(self)
         self.links = {}
         self.history: list[Version] = []
+        self.left: Version | None = None
+        self.begun_at: dict[str, float] = {}
         self.retry_at = 0.0
         self.failures = 0
         self.changed = Signal()
@@ -253,6 +255,7 @@ class SubscriberRank(Server):
         self._replace_quarantined()
         self.reading = []
         while True:
+            self.begun_at = {offer.round: self.world.now}
             try:
                 answer = yield from self._advance(offer, "begun", timeout_s, deadline)
             except HubRefused as error:
@@ -335,6 +338,16 @@ class SubscriberRank(Server):
         for link in self.inbound.all:
             link.tell({"kind": "installed", "round": offer.round, "version": offer.version})
         self._report_later(self._tell(offer))
+
+    def rollback(self, number: int) -> None:
+        """As Subscriber.rollback; TransferError where the version before isn't there any more."""
+        left, before = self.state.installed, self.state.filling
+        self._set(receiving.rollback(self.state))
+        self.note("goes back from %s to %s at step %s", left, self.state.installed, number)
+        if before is not None and self.state.filling is None:
+            self._report_later(self._tell_failed(before.offer, "rolled back"))
+        self.engine.check_rollback(self, left, number)
+        self._report_later(self.lease.register())
 
     def _wait_group(self, offer: Offer, deadline: float) -> Steps:
         if self.engine.size == 1:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from jaxrl_sync.transfer.errors import TransferError
-from jaxrl_sync.transfer.hub import views
+from jaxrl_sync.transfer.hub import fleet, views
 from jaxrl_sync.transfer.hub.client import POLL_S, HubRefused
-from jaxrl_sync.transfer.hub.events import Announce, Hold
-from jaxrl_sync.transfer.hub.state import Fanout, Holding, HubState, MemberKey
+from jaxrl_sync.transfer.hub.events import Announce, Hold, Unpublish
+from jaxrl_sync.transfer.hub.state import Fanout, Holding, HubState, MemberKey, Tag
 from jaxrl_sync.transfer.outcome import Ledger, RankKey, RankOutcome, open_ranks, settle
 from jaxrl_sync.transfer.publisher import PIN_GRACE_TTLS
 from jaxrl_sync.transfer.retention import Decision, Stock, decide
@@ -88,6 +88,11 @@ class TrainerWorld:
         self.target = 1 << 30
         self.stepped = Signal()
         self.on_drop: list[Callable[[], None]] = []
+        self.withdrawing: set[Version] = set()
+        """What was to be withdrawn in order, whatever became of it."""
+        self.forced: set[Version] = set()
+        self.withdrawn: dict[Version, float] = {}
+        """When a rank had given a version up, as nobody read it there any more."""
         self.ranks = [TrainerRank(self, world, network, hub, r) for r in range(size)]
 
     @property
@@ -101,6 +106,18 @@ class TrainerWorld:
         self.lineage = self.truth.lineage()
         for rank in self.ranks:
             rank.boot()
+
+    def unpublish(self, number: int, force: bool) -> None:
+        """Withdraw one of the versions that are held, on every rank."""
+        held = [e.version for e in self.ranks[0].held]
+        if not held or not all(r.alive for r in self.ranks):
+            return
+        version = held[number % len(held)]
+        self.withdrawing.add(version)
+        if force:
+            self.forced.add(version)
+        for rank in self.ranks:
+            rank.spawn(rank.unpublish(version, force))
 
     def crash(self, down_s: float, reason: str) -> None:
         """All ranks die; a supervisor starts them again."""
@@ -230,6 +247,52 @@ class TrainerRank(Server):
         for look in self.trainer.on_drop if decision.retire else ():
             look()
 
+    def unpublish(self, version: Version, force: bool) -> Steps:
+        """As Publisher.unpublish."""
+        limit = self.clock() + self.limits.timeout_s
+        try:
+            while not (yield from self._withdraw(version, force)):
+                left = limit - self.clock()
+                if left <= 0:
+                    self.note("%s is withdrawn and still read", version)
+                    return
+                yield from self._wait_drained(version, min(left, POLL_S))
+            export = next((e for e in self.held if e.version == version), None)
+            if export is not None:
+                self.note("gives up %s", version)
+                self.held.remove(export)
+                self.spare = [export.buffer]
+                self.trainer.withdrawn.setdefault(version, self.world.now)
+                for look in self.trainer.on_drop:
+                    look()
+            self.room.fire()
+            yield from self._hold()
+        except TransferError as error:
+            self.note("withdrawing %s: %s", version, error)
+
+    def _withdraw(self, version: Version, force: bool) -> Generator[Any, Any, bool]:
+        """Whether it may be given up now. TransferError where it stays."""
+        key, incarnation = self.lease.key, self.lease.incarnation
+        seen = yield from self.lease.call(Unpublish(key, incarnation, MODEL, version, force))
+        if seen["last_reliable"] and not force:
+            raise TransferError("it is needed and has no other reliable copy: it stays")
+        state = self.hub.state
+        if seen["drained"] and self.hub.alive and self.client.epoch == state.epoch:
+            for entry in fleet.readers(state, fleet.Source("publisher", key.name), Tag(MODEL, version)):
+                self.world.violated(f"{self.name} may give up {version}, which {entry.engine} reads")
+        return bool(seen["drained"])
+
+    def _wait_drained(self, version: Version, poll_s: float) -> Steps:
+        key, incarnation, tag = self.lease.key, self.lease.incarnation, Tag(MODEL, version)
+
+        def ask(state: HubState) -> Any:
+            refused = views.unknown(state, key, incarnation)
+            found = views.unpublished(state, key, tag)
+            waiting = found["withdrawn"] and not found["drained"]
+            return refused or (None if waiting else found)
+
+        yield from self.lease.ask(ask, poll_s, empty={})
+
     def read(self, version: Version, deadline: float) -> Generator[Any, Any, Reading | str]:
         """The words of a held version."""
         yield from ()
@@ -289,6 +352,7 @@ class TrainerRank(Server):
             except HubRefused as error:
                 if error.code != "regress":
                     raise
+                yield from self._hold()
 
     def _grace_s(self) -> float:
         return max(0.0, self._rejoined_at + PIN_GRACE_TTLS * self.limits.ttl_s - self.clock())

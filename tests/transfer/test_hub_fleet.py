@@ -346,6 +346,19 @@ def test_unpublish_keeps_the_last_reliable_copy_and_waits_for_readers() -> None:
     assert hub.do(unpublish)["drained"]
 
 
+def test_of_a_pinned_version_the_last_copy_is_a_publishers_whoever_else_has_one() -> None:
+    """An engine that serves it will overwrite it: nobody had what was promised to be kept."""
+    hub = Hub()
+    hub.engine("x")
+    hub.publish(A1)
+    hub.take("x")
+    hub.do(machine.Pin("policy", A1, "evaluation"))
+    unpublish = machine.Unpublish(PUB, "i", "policy", A1)
+    assert hub.do(unpublish) == {"drained": False, "readers": [], "last_reliable": True}
+    hub.do(machine.Unpin("policy", A1, "evaluation"))
+    assert hub.do(unpublish)["drained"]
+
+
 def test_pins_are_refused_for_what_nobody_holds_and_released_with_their_owner() -> None:
     hub = Hub()
     hub.publish(A1)

@@ -308,3 +308,43 @@ def test_a_pin_that_ends_as_a_grace_does_is_dropped(
     until(lambda: bool(seen) and not seen[-1])
     publish(publisher, 1)  # RetentionFull where the pin stays
     until(lambda: newest(client) == V[1])
+
+
+def test_a_withdrawal_goes_on_over_a_restart_of_the_hub(token_file: Path, params: Any) -> None:
+    """The new hub took the version for published, and its withdrawal for none, until the deadline."""
+    hub = ServerThread(token_file)
+    port = int(hub.url.rsplit(":", 1)[1])
+    try:
+        with Rig(hub, token_file) as rig:
+            publisher, client = rig.publisher(params), rig.hub_client()
+            for number in range(2):
+                publish(publisher, number)
+                until(lambda number=number: newest(client) == V[number])  # type: ignore[misc]
+            slow = client.register("subscriber", "slow", info={"model": "policy"}, ttl_s=60)
+            round_id = slow.call("/v1/watch", {"timeout_s": 5})["offer"]["round"]
+            slow.call("/v1/event/advance", {"round": round_id, "to": "begun"})
+            done = threading.Thread(target=publisher.unpublish, args=(V[1], 60), kwargs={"force": True})
+            done.start()
+            until(lambda: [row["state"] for row in held(client)] == ["draining"])
+            hub.close()
+            hub = ServerThread(token_file, port)
+            done.join(30)
+            assert not done.is_alive()
+            until(lambda: held(client) == [])
+    finally:
+        hub.close()
+
+
+def test_a_hub_that_lost_a_publisher_hears_what_it_holds_though_the_newest_is_withdrawn(
+    rig: Rig, params: Any
+) -> None:
+    """Its older one was refused as the newest version, and with it all that it holds was not heard."""
+    publisher, client = rig.publisher(params, keep_versions=2), rig.hub_client()
+    for number in range(2):
+        publish(publisher, number)
+        until(lambda number=number: newest(client) == V[number])  # type: ignore[misc]
+    publisher.unpublish(V[1], 20, force=True)
+    client.call("/v1/event/leave", publisher._lease.identity)  # as when its lease runs out
+    until(lambda: [row["version"]["number"] for row in held(client)] == [0])
+    assert newest(client) == V[1]
+    assert take(wanting(rig, "late", 0))[0] == V[0]

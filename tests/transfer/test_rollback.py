@@ -92,6 +92,20 @@ def test_a_third_slot_keeps_the_previous_version_while_another_is_filled() -> No
     assert again.rejected == ()
 
 
+def test_a_round_that_brings_what_was_rolled_back_is_over() -> None:
+    """It was swapped in afterwards: the version before served under the label of the one that was left."""
+    offers = [Offer(f"r-{n}", Version("a", n), "t") for n in range(2)]
+    state = ReceiverState(2)
+    for offer in offers:
+        state = receiving.swap(receiving.prepared(receiving.begin(state, offer)), offer)
+    again = Offer("r-2", Version("a", 1), "t")  # for another rank's sake
+    state = receiving.rollback(receiving.prepared(receiving.begin(state, again)))
+    assert state.installed == Version("a", 0) and state.filling is None
+    with pytest.raises(TransferError, match="isn't prepared"):
+        receiving.swap(state, again)
+    assert receiving.wanted(receiving.see(state, again)) is None
+
+
 @pytest.mark.invariant(29)
 def test_an_engine_comes_back_with_old_weights_and_gets_what_changed(rig: Rig) -> None:
     params = trainer_params()

@@ -216,10 +216,14 @@ def wanted(ranks: dict[int, Member]) -> Version | None:
 
 
 def is_last_reliable(state: HubState, tag: Tag, key: MemberKey) -> bool:
-    """Whether nobody reliable but the world of ``key`` holds a whole copy of a version that is needed."""
-    newest = state.newest.get(tag.model)
-    if tag not in state.pins and (newest is None or newest.version != tag.version):
+    """Whether nobody reliable but the world of ``key`` holds a whole copy of a version that is needed.
+
+    Of a pinned one only publishers count: an engine that has it overwrites it with a later version.
+    """
+    newest, pinned = state.newest.get(tag.model), tag in state.pins
+    if not pinned and (newest is None or newest.version != tag.version):
         return False
     mine = Source(key.role, key.name)
-    found = [h for h in holders(state, tag) if h.complete and h.reliable]
+    whole_ones = [h for h in holders(state, tag) if h.complete and h.reliable]
+    found = [h for h in whole_ones if h.source.role == "publisher" or not pinned]
     return any(h.source == mine for h in found) and all(h.source == mine for h in found)

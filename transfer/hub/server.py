@@ -346,16 +346,23 @@ class Routes:
         return self._answer(views.pin_state(self.hub.state, tag) if found is None else found)
 
     async def unpublished(self, request: Request) -> Response:
-        """Long poll of who withdraws a version: answers when nobody reads it there any more."""
+        """Long poll of who withdraws a version: answers when nobody reads it there any more, or when this hub
+        doesn't know (any more) that it is withdrawn."""
         body = await _json(request)
         key, tag = member_key(body), Tag(model_name(body), version(body))
+        incarnation = text(body, "incarnation")
 
-        def ask() -> dict[str, Any] | None:
-            seen = views.unpublished(self.hub.state, key, tag)
-            return seen if seen["drained"] else None
+        def seen() -> dict[str, Any] | machine.Refused:
+            refused = views.unknown(self.hub.state, key, incarnation)
+            return refused or views.unpublished(self.hub.state, key, tag)
+
+        def ask() -> dict[str, Any] | machine.Refused | None:
+            found = seen()
+            waiting = isinstance(found, dict) and found["withdrawn"] and not found["drained"]
+            return None if waiting else found
 
         found = await self.hub.poll(ask, number(body, "timeout_s", 0.0))
-        return self._answer(views.unpublished(self.hub.state, key, tag) if found is None else found)
+        return self._answer(seen() if found is None else found)
 
     async def preflight(self, request: Request) -> Response:
         """Whether the members of a model fit each other, with every difference by name."""

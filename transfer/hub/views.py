@@ -110,12 +110,14 @@ def _confirmed(state: HubState, tag: Tag, holder: fleet.Holder) -> bool:
 
 
 def unpublished(state: HubState, key: MemberKey, tag: Tag) -> dict[str, Any]:
-    """Who still reads a version from a holder that withdraws it."""
+    """Who still reads a version from a holder that withdraws it; ``withdrawn`` False where a hub that has
+    restarted doesn't know that it does."""
     holding = state.holdings.get(key, {}).get(tag)
     withdrawn = holding is None or holding.state == "draining"
     names = sorted({r.engine for r in fleet.readers(state, fleet.Source(key.role, key.name), tag)})
     last = fleet.is_last_reliable(state, tag, key)
-    return {"drained": withdrawn and not names, "readers": names, "last_reliable": last}
+    drained = withdrawn and not names
+    return {"drained": drained, "withdrawn": withdrawn, "readers": names, "last_reliable": last}
 
 
 def replicas(state: HubState, model: str) -> list[dict[str, Any]]:
