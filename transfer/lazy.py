@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Reads:
-    """Shards that were read to the host so far, and their bytes."""
+    """Shards of one kind of export that were read to the host so far, of any version, and their bytes."""
 
     shards: int = 0
     nbytes: int = 0
+    keys: set[Key] = dataclasses.field(default_factory=set)
 
 
 class DeviceShards(Pinned):
@@ -67,21 +68,23 @@ class DeviceShards(Pinned):
                 self[key] = found
                 self._reads.shards += 1
                 self._reads.nbytes += found.nbytes
+                self._reads.keys.add(key)
         return found
 
     def read(self, keys: Iterable[Key]) -> None:
         """Have these on the host; their transfers run side by side."""
         missing = [key for key in keys if key not in self._at]
-        for key in missing:
-            self.parts[key].copy_to_host_async()
+        self.start(missing)
         for key in missing:
             self[key]
+
+    def start(self, keys: Iterable[Key]) -> None:
+        """Begin to read these, and return at once."""
+        for key in keys:
+            if key in self.parts and key not in self._at:
+                self.parts[key].copy_to_host_async()
 
     def places(self, keys: tuple[Key, ...]) -> Places:
         """As `Pinned.places`; reads what isn't on the host yet."""
         self.read(keys)
         return super().places(keys)
-
-    def read_keys(self) -> Iterator[Key]:
-        """The shards that are on the host."""
-        return iter(list(self._at))

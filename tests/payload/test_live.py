@@ -92,6 +92,48 @@ def test_equal_replicas_share_what_the_devices_find(rig: Rig, count: int) -> Non
     assert (stats["device_compares"], stats["frames_encoded"], stats["frames"]) == (2, 2, 2 * count)
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_shards_that_stay_on_their_devices_are_read_once_and_only_where_an_edge_needs_them(
+    rig: Rig, transport: str
+) -> None:
+    """As on an accelerator: nothing is compared, everything is read, while the trainer donates its tree."""
+    params = trainer_params()
+    publisher = rig.publisher(params, transport)
+    publisher._comparing.lazy = True
+    subscribers = [rig.subscriber(f"engine-{i}", transport=transport) for i in range(2)]
+    step, read = jax.jit(_step, donate_argnums=0), list[float]()
+    for number in range(3):
+        expected = host(jax.jit(convert)(params))
+        publisher.publish(params, Version("a", number))
+        params = step(params, number)
+        for subscriber in subscribers:
+            found = host(take(subscriber)[1])
+            assert all(np.array_equal(found[p], expected[p]) for p in expected)
+        read.append(publisher.stats()["shards_read"])
+    (held,) = publisher._retained._held
+    shards = sum(len(x.addressable_shards) for kind in held.exports.values() for x in kind.values())
+    assert read == [read[0], 2 * read[0], 3 * read[0]] and 0 < read[0] < shards
+
+
+@pytest.mark.parametrize(
+    ("kind", "compare", "platforms", "form"),
+    [
+        ("auto", "auto", {"cpu"}, "host"),
+        ("auto", "auto", {"gpu"}, "device"),
+        ("sparse", "auto", {"tpu"}, "device"),
+        ("sparse", "host", {"gpu"}, "host"),
+        ("bitmap", "device", {"cpu"}, "device"),
+        ("auto", "auto", set(), "host"),
+        ("full", "device", {"gpu"}, "host"),
+    ],
+)
+def test_where_versions_are_compared(kind: Any, compare: Any, platforms: set[str], form: str) -> None:
+    chosen, reason = PayloadSettings(kind, compare=compare).compare_on(platforms)
+    assert chosen == form and reason
+    with pytest.raises(ValueError, match="compare='both', expected one of auto, host, device"):
+        PayloadSettings(kind, compare="both")  # type: ignore[arg-type]
+
+
 def test_full_stays_full_and_auto_is_full_over_shared_memory(rig: Rig) -> None:
     params = trainer_params()
     publisher = rig.publisher(params, "shm", payload=PayloadSettings("auto"))

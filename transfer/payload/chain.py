@@ -95,7 +95,8 @@ class Chain:
     @property
     def baseline_bytes(self) -> int:
         """Host memory of the snapshot, without the steps; none where devices compare."""
-        return 0 if self._baseline is None else self._baseline.nbytes
+        baseline = self._baseline
+        return 0 if baseline is None else baseline.nbytes
 
     @property
     def step_bytes(self) -> int:

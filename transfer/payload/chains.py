@@ -58,9 +58,13 @@ class Chains:
             key = self._users.pop(link, None)
             if key is None:
                 return
-            self._chains[key].leave(link)
-            if key not in self._users.values():
-                self._chains.pop(key).close()
+            chain, last = self._chains[key], key not in self._users.values()
+            if last:
+                del self._chains[key]
+        if last:
+            chain.close()
+        else:
+            chain.leave(link)
 
     def stats(self) -> dict[str, float]:
         """Bytes of all baselines and steps, frames encoded."""

@@ -32,7 +32,7 @@ class Comparing:
         self.lazy = self.form == "device" or bool(platforms - {"cpu"})
         self._settings = settings
         self._threads = threads
-        self._reads = Reads()
+        self._reads: dict[str, Reads] = {}
         self._lock = threading.Lock()
         self._kinds: dict[str, Differences] = {}
         if settings.kind != "full":
@@ -47,7 +47,12 @@ class Comparing:
         """The shards of one kind of export of a version."""
         if not self.lazy:
             return shards_of(exported)
-        return DeviceShards(version, exported, self._differences(kind), self._reads)
+        with self._lock:
+            reads = self._reads.setdefault(kind, Reads())
+        shards = DeviceShards(version, exported, self._differences(kind), reads)
+        if self.form == "host":  # what was read of versions before will be asked for again
+            shards.start(list(reads.keys))
+        return shards
 
     def _differences(self, kind: str) -> Differences | None:
         if self.form == "host":
@@ -61,11 +66,11 @@ class Comparing:
     def stats(self) -> dict[str, float]:
         """Whether devices compare, how often they did and for how long; shards that were read from them."""
         with self._lock:
-            kinds = list(self._kinds.values())
+            kinds, reads = list(self._kinds.values()), list(self._reads.values())
         return {
             "compare_on_device": float(self.form == "device"),
             "device_compares": sum(d.compares for d in kinds),
             "device_compare_s": sum(d.compare_s for d in kinds),
-            "shards_read": self._reads.shards,
-            "shards_read_bytes": self._reads.nbytes,
+            "shards_read": sum(r.shards for r in reads),
+            "shards_read_bytes": sum(r.nbytes for r in reads),
         }
