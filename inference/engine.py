@@ -295,7 +295,7 @@ class Engine:
         with self._wake:
             if self.tied and not self._closed:
                 raise EngineError(f"sleep: version {self._state.version} is pinned or held")
-            self._state = scheduler.asleep(self._state, lost_cache=release_cache)
+            self._state = scheduler.asleep(self._state, lost_cache=release_cache, since_s=self._clock())
         return self._runner.sleep(release_cache=release_cache)
 
     def wait(self, seconds: float) -> None:

@@ -4,7 +4,8 @@ No clock, no device, no I/O: the state is a frozen dataclass, the same state and
 ``commit`` folds a step's output back into the state. Rules, in the order they are applied:
 
 1. events: submissions queue up, aborts and failures end groups, pause and resume set the mode;
-2. groups past their deadline end with what they have (``timeout``);
+2. groups past their deadline end with what they have (``timeout``); while the engine sleeps no deadline comes
+   nearer;
 3. a pending swap happens once no live group is pinned and nobody holds the version; at its deadline it is
    dropped;
 4. groups enter in order (pinned ones first while a swap waits for them), whole groups if they fit at all;
@@ -101,7 +102,8 @@ class State:
 
     uid, sample: who has the slot (FREE: nobody). length: its tokens, prompt included. steps: decode steps
     so far. held_until_s: until then no swap happens (a client holds the version for a series of requests).
-    asleep: nothing is admitted or decoded before the next swap; cold: nor is there a cache until then.
+    asleep: nothing is admitted or decoded before the next swap; cold: nor is there a cache until then;
+    slept_from_s: since then deadlines of groups stand still.
     """
 
     uid: np.ndarray
@@ -114,6 +116,7 @@ class State:
     held_until_s: float = -np.inf
     asleep: bool = False
     cold: bool = False
+    slept_from_s: float = np.inf
     version: Version | None = None
     dispatches: int = 0
     steps: int = 0
@@ -163,9 +166,31 @@ def initial_state(config: EngineConfig) -> State:
     return State(uid=free, sample=zero, length=zero)
 
 
-def asleep(state: State, *, lost_cache: bool) -> State:
-    """The weights are gone until the next swap, and with ``lost_cache`` every slot's cache."""
-    return dataclasses.replace(state, asleep=True, cold=state.cold or lost_cache)
+def asleep(state: State, *, lost_cache: bool, since_s: float = np.inf) -> State:
+    """The weights are gone until the next swap, and with ``lost_cache`` every slot's cache.
+
+    From ``since_s`` on the time doesn't count for the deadlines of groups.
+    """
+    return dataclasses.replace(
+        state,
+        asleep=True,
+        cold=state.cold or lost_cache,
+        slept_from_s=min(state.slept_from_s, since_s),
+    )
+
+
+def _awake(state: State, now: float) -> State:
+    """The engine has weights again: deadlines are later by as long as their groups have slept."""
+    groups = {uid: _later(group, state.slept_from_s, now) for uid, group in state.groups.items()}
+    return dataclasses.replace(state, asleep=False, cold=False, slept_from_s=np.inf, groups=groups)
+
+
+def _later(group: Group, slept_from_s: float, now: float) -> Group:
+    timeout_s = group.request.timeout_s
+    if timeout_s is None or slept_from_s > now:
+        return group
+    since_s = max(slept_from_s, group.deadline_s - timeout_s)  # it may have come while the engine slept
+    return dataclasses.replace(group, deadline_s=group.deadline_s + now - since_s)
 
 
 def schedule(state: State, events: Sequence[Event], now: float, config: EngineConfig) -> Decision:
@@ -173,14 +198,15 @@ def schedule(state: State, events: Sequence[Event], now: float, config: EngineCo
     finished: list[Finish] = []
     for event in events:
         state = _apply(state, event, finished)
-    late = frozenset(uid for uid, g in state.groups.items() if g.deadline_s <= now)
+    until = min(now, state.slept_from_s)
+    late = frozenset(uid for uid, g in state.groups.items() if g.deadline_s <= until)
     state = _end(state, late, "timeout", finished) if late else state
     state, swap, expired = _decide_swap(state, now)
     recompute: tuple[int, ...] = ()
     if swap and (config.kv_policy == "recompute" or state.cold):
         recompute = tuple(np.flatnonzero(state.uid != FREE).tolist())
     if swap:
-        state = dataclasses.replace(state, asleep=False, cold=False)
+        state = _awake(state, now)
     admits = state.paused is None and not state.asleep
     state, admissions = _admit(state, config) if admits else (state, ())
     plan = _plan(state, build_prefills(admissions, config), swap, config)

@@ -41,7 +41,7 @@ from jaxrl_sync.inference.http_shell import (
 )
 from jaxrl_sync.inference.openai_api import OpenAIModel
 from jaxrl_sync.inference.openai_format import event_stream, whole_answer
-from jaxrl_sync.inference.request import PauseMode, Request
+from jaxrl_sync.inference.request import GroupResult, PauseMode, Request
 from jaxrl_sync.sharding.errors import UserError
 from jaxrl_sync.transfer import exposition, impatient, wire
 from jaxrl_sync.transfer.guard import Guard
@@ -88,7 +88,8 @@ class EngineServer:
     """Serves one engine over HTTP from its own thread, from construction until ``close``.
 
     Every call but ``GET /health`` needs ``token``. Without ``swap`` there is no ``/swap``, without
-    ``openai`` no ``/v1``. ``extra_stats`` adds entries to ``/stats``. Raises PortInUseError.
+    ``openai`` no ``/v1``. ``extra_stats`` adds entries to ``/stats``. ``slept_s``: how long a colocated
+    engine has slept in all; that time doesn't count for ``/generate``. Raises PortInUseError.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class EngineServer:
         openai: OpenAIModel | None = None,
         swap: Swap | None = None,
         extra_stats: Callable[[], Mapping[str, Any]] | None = None,
+        slept_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._config = config or ServerConfig()
         tls = self._config.tls
@@ -113,7 +115,7 @@ class EngineServer:
                 self._config.host,
             )
         self._address: tuple[str, int] = listener.getsockname()[:2]
-        self._calls = _Calls(front, self._config, openai, swap, extra_stats, self._refusals)
+        self._calls = _Calls(front, self._config, openai, swap, extra_stats, self._refusals, slept_s)
         public = ("/health", "/metrics") if self._config.metrics_open else ("/health",)
         app = Guard(
             _application(self._calls), token=token, deny=denied, refusals=self._refusals, public=public
@@ -183,8 +185,10 @@ class _Calls:
         swap: Swap | None,
         extra_stats: Callable[[], Mapping[str, Any]] | None,
         refusals: Refusals,
+        slept_s: Callable[[], float],
     ) -> None:
         self._refusals = refusals
+        self._slept_s = slept_s
         self._front = front
         self._config = config
         self._openai = openai
@@ -211,12 +215,23 @@ class _Calls:
         with self._admitted((request.request_id,)):
             handle = self._front.submit(request)
             try:
-                work = settled(handle.future, timeout_s + ENGINE_GRACE_S)
+                work = self._awaited(handle.future, timeout_s + ENGINE_GRACE_S)
                 result = await while_connected(http.receive, work)
             finally:
                 if not handle.future.done():
                     self._front.abort([request.request_id])
         return json_response(result.to_json(self._config.name))
+
+    async def _awaited(self, future: Future[GroupResult], left_s: float) -> GroupResult:
+        """A group's result, within ``left_s`` in which the engine didn't sleep. TimeoutError."""
+        while True:
+            slept_s = self._slept_s()
+            try:
+                return await settled(future, left_s)
+            except TimeoutError:
+                left_s = self._slept_s() - slept_s
+                if left_s <= 0:
+                    raise
 
     async def abort(self, http: HttpRequest) -> Response:
         ids = (await read_json(http)).get("request_ids")

@@ -8,7 +8,7 @@ cancellation finds its group gone.
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl_sync.orchestrator import admission
@@ -201,9 +201,12 @@ class Book:
             self.fail(group, "stale")
         return group
 
-    def expired_groups(self, now: float) -> list[int]:
-        """Open groups past their timeout."""
-        return [g.gid for g in self.open.values() if now - g.opened_s > g.timeout_s]
+    def expired_groups(self, now: float, stood_s: Mapping[str, float] | None = None) -> list[int]:
+        """Open groups past their timeout; ``stood_s``: how long engines (by name) have stood still in all."""
+        stood = stood_s or {}
+        return [
+            g.gid for g in self.open.values() if g.age_s(now, stood.get(g.engine, g.stood_s)) > g.timeout_s
+        ]
 
     def drop_expired(self, gid: int) -> OpenGroup | None:
         """Cancel one group that takes too long; its prompt is given up (it would take as long again)."""
@@ -385,6 +388,7 @@ class Book:
         group = OpenGroup(
             gid, kind, draw, attempt, engine.name, engine.version, now, timeout_s, ["running"] * size, tag
         )
+        group.stood_s = engine.stood_s
         self.open[gid] = group
         return group
 

@@ -86,6 +86,8 @@ class LoopConfig:
     swap_timeout_s: float = 60.0
     step_timeout_s: float = 180.0
     """How long a batch may wait for its acknowledgement, a colocated engine's turn before it included."""
+    stand_s: float = 0.0
+    """How long a colocated engine may stand still for a batch; ``group_timeout_s`` doesn't run meanwhile."""
     start_timeout_s: float = 240.0
     engine_wait_s: float = 120.0
     """How long the loop goes on without a single engine that serves."""
@@ -160,6 +162,7 @@ def loop_config(run: RunConfig) -> LoopConfig:
         group_timeout_s=loop.group_timeout_s,
         swap_timeout_s=loop.swap_timeout_s,
         step_timeout_s=loop.step_timeout_s + _turn_s(run),
+        stand_s=0.0 if run.engine.placement == "disaggregated" else loop.step_timeout_s + _turn_s(run),
         start_timeout_s=run.run.start_timeout_s,
         keep_batches=run.run.keep_batches,
         sampling=train,

@@ -66,7 +66,7 @@ class RolloutDispatcher:
         while True:
             seen = self._signal.count
             self._raise_failure()
-            for gid in self._book.expired_groups(time.monotonic()):
+            for gid in self._book.expired_groups(time.monotonic(), self._engines.stood_s()):
                 self.stop_group(self._book.drop_expired(gid))
             self._fill()
             self._check_hunger()

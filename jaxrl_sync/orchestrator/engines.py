@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import ssl
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -64,6 +65,8 @@ class Engine:
     swapping: bool = False
     failures: int = 0
     missing_since: float | None = None
+    stood_s: Callable[[], float] = lambda: 0.0
+    """How long it has stood still in all, because its devices were the trainer's."""
 
     @property
     def serves(self) -> bool:
@@ -79,6 +82,8 @@ class EngineSet:
         self.lost = 0
         self.training: Callable[[], bool] = lambda: False
         """Whether a step is with the trainer; colocated engines then take no new groups."""
+        self.trained_s: Callable[[], float] = lambda: 0.0
+        """How long steps were with the trainer in all."""
 
     def __iter__(self) -> Iterator[Engine]:
         return iter(list(self._engines.values()))
@@ -94,7 +99,11 @@ class EngineSet:
         """Engines that may take new groups now."""
         training = self.training()
         able = [e for e in self if e.serves and not (e.colocated and training)]
-        return [EngineView(e.name, e.version, e.slots) for e in able if e.version is not None]
+        return [EngineView(e.name, e.version, e.slots, e.stood_s()) for e in able if e.version is not None]
+
+    def stood_s(self) -> dict[str, float]:
+        """How long each engine that ever stands still has done so in all."""
+        return {e.name: e.stood_s() for e in self if e.colocated}
 
     def any_serves(self) -> bool:
         """Whether one serves, now or after the step in training."""
@@ -117,6 +126,8 @@ class EngineSet:
             self.remove(engine)
         joined = [_engine(name, i) for name, i in sorted(infos.items()) if name not in self._engines]
         for engine in joined:
+            if engine.colocated:
+                engine.stood_s = lambda: self.trained_s()
             self._engines[engine.name] = engine
         return joined, gone
 
@@ -158,8 +169,12 @@ class EngineClient:
         self._admin = httpx.AsyncClient(headers=headers, trust_env=False, verify=verify)
 
     async def generate(self, engine: Engine, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """One whole group's answer; the engine itself ends the request at its ``timeout_s``."""
-        return await self._post(self._work, engine, "/generate", request, timeout_s + _GRACE_S)
+        """One whole group's answer; the engine itself ends the request at its ``timeout_s``.
+
+        A colocated one may sleep meanwhile, which doesn't count: whoever opened the group ends it in time.
+        """
+        limit_s = None if engine.colocated else timeout_s + _GRACE_S
+        return await self._post(self._work, engine, "/generate", request, limit_s)
 
     async def abort(self, engine: Engine, request_ids: Sequence[str], timeout_s: float) -> None:
         """Stop these requests; what they have is answered to their own callers."""
@@ -196,7 +211,12 @@ class EngineClient:
         await self._admin.aclose()
 
     async def _post(
-        self, client: httpx.AsyncClient, engine: Engine, path: str, body: Mapping[str, Any], timeout_s: float
+        self,
+        client: httpx.AsyncClient,
+        engine: Engine,
+        path: str,
+        body: Mapping[str, Any],
+        timeout_s: float | None,
     ) -> dict[str, Any]:
         return await self._call(client, engine, "POST", path, body, timeout_s)
 
@@ -207,12 +227,13 @@ class EngineClient:
         method: str,
         path: str,
         body: Mapping[str, Any] | None,
-        timeout_s: float,
+        timeout_s: float | None,
     ) -> dict[str, Any]:
         what = f"{engine.name} {method} {path}"
-        timeout = httpx.Timeout(timeout_s, connect=min(_CONNECT_S, timeout_s))
+        limit_s = math.inf if timeout_s is None else timeout_s
+        timeout = httpx.Timeout(timeout_s, connect=min(_CONNECT_S, limit_s))
         try:
-            async with asyncio.timeout(timeout_s + 1.0):
+            async with asyncio.timeout(None if timeout_s is None else timeout_s + 1.0):
                 answer = await client.request(method, engine.url + path, json=body, timeout=timeout)
         except (httpx.HTTPError, TimeoutError) as error:
             refused = isinstance(error, httpx.ConnectError)

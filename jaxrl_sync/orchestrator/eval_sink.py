@@ -290,7 +290,7 @@ class EvalSink:
         while run.waiting and engines:
             engine = min(engines, key=lambda e: (self._book.load(e.name) / e.slots, e.name))
             item, tries = run.waiting[0]
-            view = EngineView(engine.name, run.version, engine.slots)
+            view = EngineView(engine.name, run.version, engine.slots, engine.stood_s())
             group = self._book.admit_eval(view, item, self._config.eval.samples, run, time.monotonic())
             if group is None:
                 return

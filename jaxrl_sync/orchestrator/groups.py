@@ -30,6 +30,12 @@ class OpenGroup:
     members: list[Member]
     tag: Any = None
     completed_version: int = 0
+    stood_s: float = 0.0
+    """How long its engine had stood still in all when it was opened."""
+
+    def age_s(self, now: float, stood_s: float) -> float:
+        """How long it has been open, without the time in which its engine stood still: ``stood_s`` by now."""
+        return now - self.opened_s - max(0.0, stood_s - self.stood_s)
 
     @property
     def size(self) -> int:
@@ -73,6 +79,8 @@ class EngineView:
     name: str
     version: Version
     slots: int
+    stood_s: float = 0.0
+    """How long it has stood still in all, because its devices were the trainer's."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -115,6 +115,7 @@ class Loop:
         )
         self.dispatcher.train_sink = self.train_sink
         self.engines.training = lambda: self.train_sink.sending
+        self.engines.trained_s = lambda: self.train_sink.trained_s
         self.eval_sink = EvalSink(
             config,
             self.book,

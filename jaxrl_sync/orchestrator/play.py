@@ -192,7 +192,8 @@ class _Request:
     pinned: bool
 
     def remaining_s(self) -> float:
-        return max(0.1, self.group.opened_s + self.group.timeout_s - time.monotonic())
+        age_s = self.group.age_s(time.monotonic(), self.engine.stood_s())
+        return max(0.1, self.group.timeout_s - age_s)
 
     def body(
         self, request_id: str, prompt: list[int], n: int, budget: int, timeout_s: float

@@ -105,12 +105,18 @@ class TrainSink:
         """Whether the trainer was told which batch is the last one; not if the data ended unexpectedly."""
         self.stopping = False
         self.sending = False
+        self._began, self._trained_s = 0.0, 0.0
         self.done = False
 
     @property
     def outbox(self) -> int:
         """Packed steps that the trainer has not acknowledged."""
         return len(self._outbox)
+
+    @property
+    def trained_s(self) -> float:
+        """How long steps were with the trainer in all, the one that is there now included."""
+        return self._trained_s + (time.monotonic() - self._began if self.sending else 0.0)
 
     async def take(self, group: OpenGroup, episodes: dict[int, Episode]) -> None:
         """Score a complete group and queue or filter it; the group's own attempt fails if nobody survives."""
@@ -167,12 +173,13 @@ class TrainSink:
         self._signal.notify()
 
     async def _send(self, packed: _Packed) -> None:
-        began, self.sending = time.monotonic(), True
+        self._began, self.sending = time.monotonic(), True
         ack = await self._link.send(packed.facts.step, packed.frames, self._config.step_timeout_s)
         self._outbox.popleft()
-        self.sending = False
+        took_s = time.monotonic() - self._began
+        self._trained_s, self.sending = self._trained_s + took_s, False
         self._policy.commit(ack.number)
-        self._on_step(packed.facts, ack, time.monotonic() - began)
+        self._on_step(packed.facts, ack, took_s)
         self._signal.notify()
 
     async def _wait_policy(self) -> None:
@@ -187,7 +194,8 @@ class TrainSink:
     async def _wait_batch(self) -> bool:
         """Until the batch of this step is there; False if none will come. Bounded by lack of progress."""
         began, quiet, last = time.time(), time.monotonic(), self._progress()
-        limit = self._config.group_timeout_s + self._config.engine_wait_s + self._config.score_timeout_s
+        config = self._config
+        limit = config.group_timeout_s + config.engine_wait_s + config.score_timeout_s + config.stand_s
         while not self._book.ready():
             if self._book.ended():
                 return False

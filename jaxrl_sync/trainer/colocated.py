@@ -111,7 +111,7 @@ class Lead:
         self._mode: PauseMode = config.sync.pause_mode
         self._stack = contextlib.ExitStack()
         self._arrivals = Arrivals()
-        self._slept_at: float | None = None
+        self._asleep_at: float | None = None
         self._counts = {"sleeps": 0, "slept_s": 0.0, "freed_bytes": 0, "copied_bytes": 0, "shared_bytes": 0}
         self._installed: Installed | None = None
         timeout_s = config.run.start_timeout_s
@@ -156,9 +156,14 @@ class Lead:
             openai=openai,
             swap=self._arrivals.swap,
             extra_stats=self._stats,
+            slept_s=self._slept_s,
         )
         self._stack.callback(server.close, 0.0)
         return server
+
+    def _slept_s(self) -> float:
+        at = self._asleep_at
+        return self._counts["slept_s"] + (0.0 if at is None else time.monotonic() - at)
 
     def _stats(self) -> Mapping[str, Any]:
         return {"placement": "colocated", "sleep": dict(self._counts)}
@@ -202,8 +207,8 @@ class Lead:
         assert made is not None
         self._counts["copied_bytes"] += made.copied_bytes
         self._counts["shared_bytes"] += made.shared_bytes
-        if self._slept_at is not None:
-            self._counts["slept_s"] += time.time() - self._slept_at
+        first = self._asleep_at is None
+        self._counts["slept_s"], self._asleep_at = self._slept_s(), None
         answer = swap_answer(
             version,
             pause_s=seconds,
@@ -212,7 +217,7 @@ class Lead:
             shared=made.shared_bytes,
             seconds=seconds,
         )
-        if self._slept_at is None:  # the first version: nothing stood still for it
+        if first:  # the first version: nothing stood still for it
             answer = swap_answer(version)
         self._record("swap", t0, t0 + seconds, version=version.number)
         self._installed = None
@@ -250,7 +255,7 @@ class Lead:
             self._leader.turn()
         self._counts["freed_bytes"] += freed
         self._counts["sleeps"] += 1
-        self._slept_at = time.time()
+        self._asleep_at = time.monotonic()
         return True
 
     def _stand_still(self) -> bool:

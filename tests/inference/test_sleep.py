@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
 from jaxrl_sync.inference.engine import Engine
 from jaxrl_sync.inference.errors import EngineError, VersionMismatchError
+from jaxrl_sync.inference.front import Handle
 from jaxrl_sync.inference.request import GroupResult
+from jaxrl_sync.inference.server import EngineServer
+from jaxrl_sync.transfer import auth
 from jaxrl_sync.transfer.version import Version
 from tests.inference.engine_helpers import (
     SMALL,
@@ -100,6 +108,54 @@ def test_requests_wait_while_it_sleeps_and_can_be_aborted() -> None:
         results = run_until(engine, [waiting, aborted])
         assert set(results[0].samples[0].versions) == {1}
         assert results[1].samples[0].finish_reason == "abort"
+
+
+def test_time_asleep_does_not_count_for_the_deadline_of_a_request() -> None:
+    """It did: a group whose engine slept for an update had that much less time to generate."""
+    now = [0.0]
+    with make_engine(SMALL, clock=lambda: now[0]) as engine:
+        running = engine.submit(ask("running", max_tokens=28, timeout_s=10.0))
+        engine.step()
+        now[0] = 4.0
+        engine.sleep(release_cache=True)
+        now[0] = 5.0
+        waiting = engine.submit(ask("waiting", max_tokens=28, timeout_s=10.0))
+        now[0] = 100.0
+        assert engine.step() is None and not running.future.done() and not waiting.future.done()
+        _wake(engine, 0, V1)
+        now[0] = 105.9  # of its 10 s "running" had 4 before and 5.9 after
+        engine.step()
+        assert not running.future.done()
+        now[0] = 106.1
+        engine.step()
+        assert running.future.result(0).samples[0].finish_reason == "timeout"
+        assert len(running.future.result(0).samples[0].tokens) == 6 and not waiting.future.done()
+        now[0] = 110.1
+        engine.step()
+        assert waiting.future.result(0).samples[0].finish_reason == "timeout"
+
+
+@pytest.mark.parametrize(("sleeps", "status"), [(True, 200), (False, 504)])
+def test_an_answer_may_be_late_by_as_long_as_the_engine_slept(
+    sleeps: bool, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxrl_sync.inference.server.ENGINE_GRACE_S", 0.1)
+    future: Future[Any] = Future()
+    started = time.monotonic()
+    front: Any = SimpleNamespace(submit=lambda request: Handle("r", future), abort=lambda ids: 0)
+    front.version, front.state, token = V0, "sleeping", "ab" * 32
+
+    def slept_s() -> float:
+        return time.monotonic() - started if sleeps else 0.0
+
+    answer = SimpleNamespace(to_json=lambda name: {"engine": name})
+    threading.Timer(1.0, future.set_result, (answer,)).start()
+    with EngineServer(front, token=token, slept_s=slept_s) as server:
+        body = ask("r", timeout_s=0.2).to_json()
+        found = httpx.post(
+            server.url + "/generate", json=body, headers=auth.bearer_headers(token), timeout=20
+        )
+    assert found.status_code == status, found.text
 
 
 @pytest.mark.parametrize("mode", ["wait", "abort"])

@@ -49,6 +49,9 @@ class EngineBehaviour:
     finish: Callable[[dict[str, Any], int], str] = lambda body, index: "stop"
     swap_status: int = 0
     release_s: float = 0.0
+    asleep: Callable[[], bool] = lambda: False
+    """While it sleeps it decodes nothing, and no request's time runs."""
+    colocated: bool = False
     moves_itself: bool = False
     """Takes every version it sees at the hub, unless one is held (``sync.initiator = "pull"``)."""
     extras: dict[str, Callable[[int], float | int]] = dataclasses.field(default_factory=dict)
@@ -89,6 +92,7 @@ class EngineDouble:
         self._hub = HubClient(hub_url, token_file, timeout_s=2.0)
         info = {"url": self.url, "replica": 0, "slots": 16, "max_len": 64}
         info["moves_itself"] = self.behaviour.moves_itself
+        info["colocated"] = self.behaviour.colocated
         self._lease = self._hub.register("engine", name, info=info, ttl_s=1.0)
         self._closing = threading.Event()
         if self.behaviour.moves_itself:
@@ -175,6 +179,10 @@ class EngineDouble:
             await asyncio.sleep(0.01)
         for position in range(length):
             await asyncio.sleep(self.behaviour.token_s)
+            slept = time.monotonic()
+            while self.behaviour.asleep() and not aborted.is_set():
+                await asyncio.sleep(0.01)
+            began += time.monotonic() - slept
             if aborted.is_set():
                 break
             assert self.version is not None

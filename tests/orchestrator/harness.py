@@ -62,7 +62,7 @@ def context(run_dir: Path, hub_url: str, **sections: Any) -> ProcessContext:
 
 @contextlib.contextmanager
 def world(
-    run_dir: Path, *, engines: int = 2, moves_itself: bool = False, **trainer: Any
+    run_dir: Path, *, engines: int = 2, moves_itself: bool = False, colocated: bool = False, **trainer: Any
 ) -> Iterator[tuple[str, list[EngineDouble], TrainerDouble]]:
     """A hub, engine doubles and a trainer double."""
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -70,10 +70,8 @@ def world(
         auth.create_token(run_dir / "token")
     stop = threading.Event()
     with hub(run_dir / "token", stop) as url, contextlib.ExitStack() as stack:
-        doubles = [
-            EngineDouble(f"engine-{i}", url, run_dir / "token", EngineBehaviour(moves_itself=moves_itself))
-            for i in range(engines)
-        ]
+        behaviours = [EngineBehaviour(moves_itself=moves_itself, colocated=colocated) for _ in range(engines)]
+        doubles = [EngineDouble(f"engine-{i}", url, run_dir / "token", b) for i, b in enumerate(behaviours)]
         for double in doubles:
             stack.callback(double.close)
         learner = TrainerDouble(url, run_dir / "token", hub_stop=stop, **trainer)

@@ -311,3 +311,13 @@ def test_settings_that_could_never_move_are_refused() -> None:
     with pytest.raises(LoopConfigError, match=r"sync.every_steps=3 needs loop.staleness_bound >= 2, found 1"):
         loop_config(publish_every=3, staleness_bound=1)
     assert LoopConfig(10, 0, 4, 4).permits == 16
+
+
+def test_the_time_in_which_its_engine_stood_still_does_not_count_for_a_group() -> None:
+    b = book(group_timeout_s=10.0)
+    group = b.admit([EngineView("e0", V0, 8, stood_s=7.0)], 100.0)
+    assert group is not None
+    assert b.expired_groups(110.0, {"e0": 7.0}) == [] == b.expired_groups(140.0, {"e0": 37.5})
+    assert group.age_s(140.0, 37.5) == 9.5
+    assert b.expired_groups(110.1, {"e0": 7.0}) == [group.gid] == b.expired_groups(141.0, {"e0": 37.5})
+    assert b.expired_groups(110.1, {"other": 50.0}) == [group.gid] == b.expired_groups(110.1)

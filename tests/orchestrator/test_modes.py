@@ -155,6 +155,28 @@ def test_a_slow_engine_skips_versions_and_the_bound_holds(tmp_path: Path) -> Non
         assert max(age for row in _histograms(running) for age in row) <= 4
 
 
+def test_groups_outlive_a_step_that_takes_longer_than_they_may_when_their_engine_sleeps_meanwhile(
+    tmp_path: Path,
+) -> None:
+    """They were cancelled, one batch after another: time asleep counted for ``loop.group_timeout_s``."""
+    with world(tmp_path, engines=1, train_s=1.5, colocated=True) as (url, engines, trainer):
+        slept = list[int]()
+
+        def asleep() -> bool:
+            if trainer.training is not None:
+                slept.append(trainer.training)
+            return trainer.training is not None
+
+        engines[0].behaviour.asleep = asleep
+        engines[0].behaviour.token_s = 0.1
+        loop = {"staleness_bound": 2, "group_timeout_s": 1.2}
+        running = Running(context(tmp_path, url, run={"steps": 4}, sync={"mode": "async"}, loop=loop))
+        running.join(60)
+        flow = running.summary["flow"]["train"]
+        assert slept and flow["cancelled"] == flow["errored"] == 0, flow
+        assert [r["missing"] for r in running.rows("eval")] == [0, 0]
+
+
 def test_an_evaluated_version_is_pinned_at_the_hub_until_its_evaluation_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
