@@ -52,11 +52,11 @@ KERNELS = Extension(
         f"cext/{name}.c"
         for name in (
             *("kernelsmodule", "copies", "sums", "summed", "parallel", "stream"),
-            *("deltamodule", "delta", "codings", "apply", "ffi_shim"),
+            *("deltamodule", "delta", "scan", "codings", "apply", "ffi_shim"),
             *("placesmodule", "places"),
         )
     ],
-    depends=["cext/kernels.h", "cext/delta.h", "cext/keys.h", "cext/places.h"],
+    depends=["cext/kernels.h", "cext/delta.h", "cext/scan.h", "cext/keys.h", "cext/places.h"],
     include_dirs=["cext", *FFI_INCLUDE],
     define_macros=[
         *([] if FREE_THREADED else [("Py_LIMITED_API", "0x030B0000")]),
