@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ from jaxrl_sync.transfer.errors import DeadlineError, PeerLost, ProtocolError
 from jaxrl_sync.transfer.placement import Terms, split
 from jaxrl_sync.transfer.transports import tcp
 from jaxrl_sync.transfer.transports.pinned import Pinned, Table
-from jaxrl_sync.transfer.transports.windows import Direct, windows
+from jaxrl_sync.transfer.transports.windows import Direct, segments, windows
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -102,6 +104,52 @@ def test_every_byte_finds_its_place_by_every_way(
     direct = any(isinstance(s, Direct) for share in sender._lanes.shares for s in share)
     if chunk_bytes < 1 << 20:  # one window of all has a transpose in it
         assert direct == native
+
+
+@pytest.mark.skipif(kernels_module.kernels() is None, reason="needs the C kernels")
+@pytest.mark.parametrize("seed", range(6))
+def test_runs_of_every_length_arrive_however_the_bytes_dribble_in(pair: Pair, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    shapes = [(int(rng.integers(1, 40)), int(rng.integers(1, n))) for n in (3, 90, 900, 5000, 5000)]
+    pads = [int(rng.integers(0, 2)) * 16 for _ in shapes]  # without one, runs lie side by side
+    copies = [
+        block("s", str(i), shape, (0, 1), pad)
+        for i, (shape, pad) in enumerate(zip(shapes, pads, strict=True))
+    ]
+    edge = Edge(0, 0, tuple(copies))
+    source = Pinned({(0, "s"): rng.integers(0, 1 << 16, 250_000, dtype=np.uint16)})
+    target, expected = (
+        Pinned({(1, c.target_path): np.zeros(250_000, np.uint16) for c in copies}) for _ in "ab"
+    )
+    CopyTable.direct(edge.copies).execute(source, expected)
+    stream = np.empty(edge.total_bytes, np.uint8)
+    CopyTable.pack(edge.copies).execute(source, stream)
+    (segment,) = segments(windows(edge.copies, 1 << 30), "target")
+    assert isinstance(segment, Direct)
+
+    def dribble() -> None:
+        at = 0
+        while at < stream.size:
+            size = int(rng.integers(1, 200_000))
+            pair[0].sendall(stream[at : at + size].data)
+            at += size
+            time.sleep(0.004 * int(rng.integers(0, 2)))
+
+    pair[1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 2000))
+    thread = threading.Thread(target=dribble)
+    thread.start()
+    done, native, limits = 0, kernels_module.kernels(), np.random.default_rng(seed)
+    end = time.monotonic() + 30
+    while done < segment.nbytes and time.monotonic() < end:
+        limit = int(limits.integers(1, 300_000))
+        moved, code = native.stream_table(
+            pair[1].fileno(), True, segment.rows, target.places(segment.keys)[0], done, limit
+        )
+        assert code in (0, errno.EAGAIN) and moved <= limit
+        done += moved
+    thread.join(30)
+    assert done == edge.total_bytes
+    assert all(np.array_equal(target[key], expected[key]) for key in expected)
 
 
 def test_both_sides_cut_alike_whatever_the_border() -> None:
