@@ -9,21 +9,57 @@
 #include "delta.h"
 #include "keys.h"
 
+#define AHEAD 32 /* places are found so many at a time, and their memory asked for, before any of it is touched */
+
 typedef struct {
     int64_t element, row, column;
 } place;
 
-static inline place place_of(const place_entry *e, uint32_t inside)
+/* A run of the innermost axis: entries inside it need no division. */
+typedef struct {
+    uint32_t low, high;
+    place at;
+} place_run;
+
+static place_run run_of(const place_entry *e, uint32_t inside)
 {
-    place at = {e->target, e->row, e->column};
+    place_run run = {inside, inside + 1, {e->target, e->row, e->column}};
+    uint32_t rest = inside;
     for (int64_t d = 0; d < e->ndim; d++) {
-        uint32_t inner = (uint32_t)e->inner[d], whole = inside / inner;
-        inside -= whole * inner;
-        at.element += (int64_t)whole * e->target_stride[d];
-        at.row += (int64_t)whole * e->row_stride[d];
-        at.column += (int64_t)whole * e->column_stride[d];
+        uint32_t inner = (uint32_t)e->inner[d], whole = rest / inner;
+        if (d == e->ndim - 1) { /* its first entry stands for all; the last axis has inner size 1 */
+            run.low = inside - whole;
+            run.high = e->ndim > 1 ? run.low + (uint32_t)e->inner[d - 1] : (uint32_t)-1;
+            break;
+        }
+        rest -= whole * inner;
+        run.at.element += (int64_t)whole * e->target_stride[d];
+        run.at.row += (int64_t)whole * e->row_stride[d];
+        run.at.column += (int64_t)whole * e->column_stride[d];
     }
+    return run;
+}
+
+static inline place place_in(const place_entry *e, const place_run *run, uint32_t inside)
+{
+    int64_t along = (int64_t)inside - run->low, last = e->ndim - 1;
+    if (last < 0)
+        return run->at;
+    place at = {run->at.element + along * e->target_stride[last], run->at.row + along * e->row_stride[last],
+                run->at.column + along * e->column_stride[last]};
     return at;
+}
+
+/* Places of entries first..end of one copy. */
+static void find_places(const place_entry *e, const uint32_t *positions, int64_t first, int64_t end, place_run *run,
+                        place *found)
+{
+    for (int64_t i = first; i < end; i++) {
+        uint32_t inside = (uint32_t)((int64_t)positions[i] - e->start);
+        if (inside < run->low || inside >= run->high)
+            *run = run_of(e, inside);
+        found[i - first] = place_in(e, run, inside);
+    }
 }
 
 static int64_t first_at(const uint32_t *positions, int64_t count, int64_t element)
@@ -53,10 +89,19 @@ typedef struct {
     {                                                                                                          \
         const T *codes = j->codes;                                                                             \
         T *memory = j->memory, *old_bits = j->old, *new_bits = j->new_out;                                     \
-        int64_t row = -1;                                                                                      \
+        int64_t row = -1, from = i;                                                                            \
         uint32_t row_key[2] = {0, 0};                                                                          \
+        place_run run = {1, 0, {0, 0, 0}};                                                                     \
+        place places[AHEAD];                                                                                   \
         for (; i < end; i++) {                                                                                 \
-            place at = place_of(e, (uint32_t)((int64_t)j->positions[i] - e->start));                           \
+            if ((i - from) % AHEAD == 0) {                                                                     \
+                int64_t to = i + AHEAD < end ? i + AHEAD : end;                                                \
+                find_places(e, j->positions, i, to, &run, places);                                             \
+                for (int64_t k = 0; memory != NULL && k < to - i; k++)                                         \
+                    if (places[k].element >= 0 && places[k].element < j->elements)                             \
+                        __builtin_prefetch(&memory[places[k].element], 1);                                     \
+            }                                                                                                  \
+            place at = places[(i - from) % AHEAD];                                                             \
             T old, new = codes[i];                                                                             \
             if (memory != NULL) {                                                                              \
                 if (at.element < 0 || at.element >= j->elements)                                               \

@@ -20,7 +20,7 @@ static int check_entries(const place_entry *entries, int64_t count, int64_t grou
         int wrong = e->ndim < 0 || e->ndim > MAX_DIMS || e->group < 0 || e->group >= groups || e->start < 0 ||
                     e->elements < 0 || e->elements > ((int64_t)1 << 32) || (i && e->start < entries[i - 1].start);
         for (int64_t d = 0; !wrong && d < e->ndim; d++)
-            wrong = e->inner[d] < 1 || e->inner[d] >= ((int64_t)1 << 32);
+            wrong = e->inner[d] < 1 || e->inner[d] >= ((int64_t)1 << 32) || (d == e->ndim - 1 && e->inner[d] != 1);
         if (wrong) {
             PyErr_Format(PyExc_ValueError, "entry %lld of %lld is no copy of a section", (long long)i,
                          (long long)count);

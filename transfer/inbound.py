@@ -87,6 +87,7 @@ class Inbound:
         """Whether the last round may have written the slot."""
         self._told: dict[str, float] = {}
         self._applied: list[tuple[Shadow, Applied]] = []
+        self._arrived = "", 0.0
         self._round_lock = threading.Lock()
         self._in_round = False
         self._config = config
@@ -269,11 +270,17 @@ class Inbound:
         }
 
     def _receive_full(self, taking: Taking, arrived: Arrived) -> None:
-        flow = Flow(taking.have, arrived=arrived)
+        flow, start = Flow(taking.have, arrived=arrived), time.monotonic()
         try:
             self._receiver.receive(taking.slot.views, taking.deadline, flow)
         except PeerLost as error:
             raise PeerLost(self._last_words() or str(error)) from error
+        if isinstance(self._receiver, TcpReceiver):  # with the others it is the sender that writes
+            self._arrived = taking.offer.round, time.monotonic() - start
+
+    def arrive_s(self, offer: Offer) -> float:
+        """Seconds in which the bytes of a round came in over this link; 0 where none did."""
+        return self._arrived[1] if self._arrived[0] == offer.round else 0.0
 
     def _last_words(self) -> str:
         """Why the sender ended the round, where it still said so."""
@@ -319,7 +326,9 @@ class Inbound:
         """One frame per shadow; while they are on their way, the slot catches up with what serves."""
         for shadow in shadows.values():
             shadow.catch_up(taking.slot, taking.serving)
+        start = time.monotonic()
         data = self._receive_frame(begin.get("bytes"), taking.deadline)
+        self._arrived = taking.offer.round, time.monotonic() - start
         told, wish = begin.get("passed"), taking.wish
         if told is not None and wish is not None:
             return parted(told, data, wish.plan, wish.base, sorted(shadows))

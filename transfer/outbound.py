@@ -120,7 +120,8 @@ class Outbound:
                 seconds = {**sent.seconds, **_seconds(message)}
                 result = dataclasses.replace(sent, state="installed", seconds=seconds)
                 if self._use_of_chain is not None:
-                    self._use_of_chain.confirmed(version, seconds.get("apply", 0.0))
+                    arrive_s = _seconds({"seconds": {"arrive": message.get("arrive_s")}}).get("arrive", 0.0)
+                    self._use_of_chain.confirmed(version, seconds.get("apply", 0.0), sent.nbytes, arrive_s)
                 self._owner.installed(self.key, version, result)
             case "gave_up":
                 detail = str(message.get("reason"))

@@ -493,7 +493,7 @@ class Subscriber:
             "seconds": seconds,
         }
         for link in self._links.all:
-            link.tell(message, SWAP_TELL_S)
+            link.tell({**message, "arrive_s": link.arrive_s(offer)}, SWAP_TELL_S)
         edges = list(report.edges) if report is not None else []
         told = {"edges": edges, "seconds": {"swap": seconds["swap"]}}
         self._watching.report(lambda: self._advance(offer, "installed", report=told))

@@ -50,6 +50,7 @@ def trainer(options: dict[str, Any]) -> None:
     config = PublisherConfig(
         transport="tcp",
         host=options["host"],
+        threads=2,
         timeout_s=300,
         payload=PayloadSettings(options["payload"]),
     )

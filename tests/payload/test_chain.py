@@ -338,3 +338,17 @@ def test_compare_and_union_see_every_bit(name: str) -> None:
     joined = union([compare(old, middle), compare(middle, back), compare(back, new)], section)
     for found, wanted in zip(joined, compare_numpy(old, new), strict=True):
         np.testing.assert_array_equal(found, wanted)
+
+
+def test_the_rate_is_what_the_receiver_saw() -> None:
+    seen = Seen()
+    seen.full(1 << 24, 0.01)  # buffers on the way took it
+    assert seen.rate > 1e9
+    seen.arrived(1 << 10, 1e-9)  # too few to say anything
+    seen.arrived(1 << 24, 1.0)
+    assert seen.rate == 1 << 24
+    seen.frame(1 << 22, 1e-4, 0.0)
+    seen.full(1 << 24, 0.01)
+    assert seen.rate == 1 << 24
+    seen.arrived(1 << 22, 1.0)
+    assert 1 << 22 < seen.rate < 1 << 24

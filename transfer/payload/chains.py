@@ -116,8 +116,10 @@ class Use:
         self._since_anchor += 1
         self.chain.seen.frame(len(encoded.data), wire_s, encoded.encode_s)
 
-    def confirmed(self, version: Version, apply_s: float) -> None:
-        """The receiver serves ``version``."""
+    def confirmed(self, version: Version, apply_s: float, nbytes: int = 0, arrive_s: float = 0.0) -> None:
+        """The receiver serves ``version``, of which it took in ``nbytes`` from here in ``arrive_s``."""
+        if arrive_s > 0:
+            self.chain.seen.arrived(nbytes, arrive_s)
         if apply_s > 0:
             self.chain.seen.applied(apply_s)
         self.chain.confirm(self._link, version)

@@ -82,6 +82,7 @@ class Seen:
         self.frame_s = math.nan
         self.full_s = math.nan
         self.apply_s = 0.0
+        self._timed = False
         self._since = 0
         self._asked: Version | None = None
         self._answer = True
@@ -90,14 +91,20 @@ class Seen:
     def full(self, nbytes: int, wire_s: float) -> None:
         """A full round: its time, and the rate of the link."""
         self.full_s = _mean(self.full_s, wire_s)
-        if nbytes >= 1 << 16:
+        if nbytes >= 1 << 16 and not self._timed:
             self.rate_bytes_s = _mean(self.rate_bytes_s, nbytes / max(wire_s, 1e-6))
 
     def frame(self, nbytes: int, wire_s: float, coder_s: float) -> None:
         """A round with a frame: comparing, coding, the wire, and applying it at the other end."""
         self.frame_s = _mean(self.frame_s, wire_s + coder_s + self.apply_s)
-        if nbytes >= 1 << 20:
+        if nbytes >= 1 << 20 and not self._timed:
             self.rate_bytes_s = _mean(self.rate_bytes_s, nbytes / max(wire_s, 1e-6))
+
+    def arrived(self, nbytes: int, seconds: float) -> None:
+        """So long did they come in over there; the sender's time ends when buffers on the way have them."""
+        if nbytes >= 1 << 16:
+            known = self.rate_bytes_s if self._timed else math.nan
+            self.rate_bytes_s, self._timed = _mean(known, nbytes / max(seconds, 1e-6)), True
 
     def applied(self, seconds: float) -> None:
         """What a receiver needed to decode and apply a frame."""
