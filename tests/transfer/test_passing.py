@@ -145,7 +145,8 @@ def test_the_trainers_frame_goes_on_to_equal_replicas_as_it_is(rig: Rig, transpo
         assert len({r.nbytes for r in reports}) == 1
         assert ticket.wait(10).state == "committed"
         params = changed(params, number)
-    assert all(e._relay.chains.stats()["frames_encoded"] == 0 for e in engines)
+    relays = [e._relay for e in engines if e._relay is not None]
+    assert [r.chains.stats()["frames_encoded"] for r in relays] == [0] * len(engines)
     copies = [s.copied for e in engines for s in e._links._shadows()]
     assert sum(copies) == len(engines)  # the second slot's first frame; after that changes are enough
 
@@ -155,6 +156,7 @@ def test_a_reader_that_is_behind_gets_what_the_relay_makes_from_its_slots(rig: R
     params = trainer_params()
     publisher = rig.publisher(params, "tcp", payload=SPARSE, fanout="chain", verify=verify)
     first, late = (rig.subscriber(n, "tcp", relay=True, payload=SPARSE, verify=verify) for n in "ab")
+    hub = rig.hub_client()
     for number in range(3):
         publisher.publish(params, version(number))
         taken(first, params)
@@ -162,7 +164,7 @@ def test_a_reader_that_is_behind_gets_what_the_relay_makes_from_its_slots(rig: R
             report = taken(late, params)
             assert report.source == "relay.a" and report.version == version(number)
         else:
-            until(lambda: first._lease.client.newest().version == version(1))
+            until(lambda: (found := hub.newest()) is not None and found.version == version(1))
         params = changed(params, number)
 
 
