@@ -33,6 +33,8 @@ def export(correspondence: Correspondence, tree: Any, into: Exported | None = No
     ``into``: an older export whose buffers are taken over, except those that a transfer still reads.
     """
     exported: Exported = correspondence.export(tree, into)
+    for array in exported.values():
+        _ = array.addressable_shards  # each array keeps them: made while the devices compute, not when asked for
     jax.block_until_ready(exported)
     return exported
 
