@@ -34,7 +34,7 @@ def export(correspondence: Correspondence, tree: Any, into: Exported | None = No
     """
     exported: Exported = correspondence.export(tree, into)
     for array in exported.values():
-        _ = array.addressable_shards  # each array keeps them: made while the devices compute, not when asked for
+        _ = array.addressable_shards  # each array keeps them: made while the devices compute
     jax.block_until_ready(exported)
     return exported
 
