@@ -245,11 +245,9 @@ def rollback(state: ReceiverState) -> ReceiverState:
             f"can't roll back to version {version}: its slot was reused (holds {state.holds(slot)}), "
             f"{state.installed} goes on; more sync.slots keep older versions"
         )
-    left = state.installed
-    if state.filling is not None and state.filling.slot is None:
-        state = drop(state)
+    left, brings = state.installed, state.filling is None or state.filling.slot is not None
     return dataclasses.replace(
-        state,
+        state if brings else drop(state),
         serving=slot,
         installed=version,
         previous=(state.serving, left),
