@@ -22,6 +22,7 @@ from jaxrl_sync.transfer.pairing import Pairing
 from jaxrl_sync.transfer.passing import Origin
 from jaxrl_sync.transfer.payload.shadow import Shadow
 from jaxrl_sync.transfer.receiving import Offer
+from jaxrl_sync.transfer.registration import edges_info
 from jaxrl_sync.transfer.slots import Slot, Target
 from jaxrl_sync.transfer.verbs.errors import PortDown
 from jaxrl_sync.transfer.version import Version
@@ -252,12 +253,13 @@ class Links:
         convert = self._convert if role == PUBLISHER else lambda tree: tree
         pairing = Pairing.of(self._target.layout, trace(convert, source, self._target.layout))
         blobs = self._put_blobs(pairing)
+        plan = pairing.rank(self._config.rank, "target")
         if role == PUBLISHER:
             if self.lease is not None:
                 about = {"plan": pairing.digest, "source_digest": key[1]}
+                about |= edges_info(self._config, plan.edges)
                 self.lease.update(target=blobs[0], correspondence=blobs[1], **about)
             self._come_by(pairing.correspondence.digest)
-        plan = pairing.rank(self._config.rank, "target")
         self._ways[key] = self._way_of[world] = Way(pairing, plan, blobs, {})
 
     def _come_by(self, conversion: str) -> None:

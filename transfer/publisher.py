@@ -28,7 +28,6 @@ from jaxrl_sync.transfer.errors import (
     TransferError,
 )
 from jaxrl_sync.transfer.exports import Held, Shards, Spare, export, export_kind, snapshot
-from jaxrl_sync.transfer.free import free_bytes
 from jaxrl_sync.transfer.given import Given
 from jaxrl_sync.transfer.hub.client import POLL_S, HubClient, HubRefused, Lease
 from jaxrl_sync.transfer.hub.state import version_json, version_of
@@ -40,6 +39,7 @@ from jaxrl_sync.transfer.pairing import Pairing
 from jaxrl_sync.transfer.pairings import Pairings
 from jaxrl_sync.transfer.payload.chains import Chains
 from jaxrl_sync.transfer.payload.comparing import Comparing
+from jaxrl_sync.transfer.registration import publisher_memory
 from jaxrl_sync.transfer.retained import Retained
 from jaxrl_sync.transfer.version import Version
 
@@ -151,8 +151,7 @@ class Publisher:
             "source": self._hub.put_blob(self.source.to_bytes()),
             "source_digest": self.source.digest,
             "site": self.config.site,
-            "export_bytes": self._export_bytes(),
-            "free_bytes": free_bytes(),
+            **publisher_memory(self.config, self._export_bytes(), self._comparing.form),
             "pid": os.getpid(),
         }
         who = "publisher", name, self.rank, self.size

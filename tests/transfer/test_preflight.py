@@ -9,15 +9,21 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrl_sync.sharding import Layout
+from jaxrl_sync.sharding import Edge, Layout
 from jaxrl_sync.sharding.manifest import Manifest
+from jaxrl_sync.transfer.config import PublisherConfig, SubscriberConfig
 from jaxrl_sync.transfer.errors import MismatchError
 from jaxrl_sync.transfer.hub import machine, preflight
 from jaxrl_sync.transfer.hub.state import HubState, MemberKey
 from jaxrl_sync.transfer.pairing import compare_layouts
-from tests.transfer.models import CONFIG, Rig, engine_target, trainer_params, until
+from jaxrl_sync.transfer.payload.settings import PayloadSettings
+from jaxrl_sync.transfer.registration import edges_info, publisher_memory
+from jaxrl_sync.transfer.version import Version
+from tests.transfer.models import CONFIG, Rig, engine_target, take, trainer_params, until
 
 PUB = {"model": "policy", "source": "s", "source_digest": "S"}
+FRAMES = {"baselines": "host"}
+EDGES = {"edges": {"0": 4 << 20}, "rings": {"0": 100}}
 SUB = {"model": "policy", "target": "t", "correspondence": "c", "source_digest": "S", "plan": "p"}
 
 
@@ -88,10 +94,79 @@ def test_what_fits_is_ok() -> None:
             [("publisher", "trainer", 0, 1, PUB | {"export_bytes": 10, "free_bytes": 9})],
             "publisher trainer.0: memory is 9 bytes free, expected 10 (10 export)",
         ),
+        (  # two equal replicas share a baseline, each link has a ring
+            [
+                ("publisher", "trainer", 0, 1, PUB | FRAMES | {"export_bytes": 10, "free_bytes": 6 << 20}),
+                ("subscriber", "x", 0, 1, SUB | EDGES),
+                ("subscriber", "y", 0, 1, SUB | EDGES),
+            ],
+            f"publisher trainer.0: memory is {6 << 20} bytes free, expected {10 + 200 + (6 << 20)} "
+            f"(10 export + 200 ring + {4 << 20} baseline + {2 << 20} step)",
+        ),
+        (
+            [
+                ("publisher", "trainer", 0, 1, PUB | FRAMES),
+                ("subscriber", "x", 0, 1, SUB | EDGES | {"slot_bytes": 7, "free_bytes": 9}),
+            ],
+            f"subscriber x.0: memory is 9 bytes free, expected {107 + (1 << 20)} "
+            f"(7 slot + 100 ring + {1 << 20} step)",
+        ),
     ],
 )
 def test_each_difference_is_named(members: Any, expected: str) -> None:
     assert [line for line in found(*members) if line.startswith(expected)], found(*members)
+
+
+def test_what_edges_take_counts_only_where_it_is_sure_and_told_in_earnest() -> None:
+    tight = PUB | {"export_bytes": 1, "free_bytes": 1}
+    engine = ("subscriber", "x", 0, 1, SUB | {"edges": EDGES["edges"]})
+    assert found(("publisher", "trainer", 0, 1, tight), engine) == []
+    assert found(("publisher", "trainer", 0, 1, tight | {"baselines": "device"}), engine) == []
+    for nonsense in ([1], {"x": 3}, {"0": -1}, {"0": True}, {"0": "9"}, {"-1": 5}, 7, None):
+        liar = ("subscriber", "x", 0, 1, SUB | {"edges": nonsense, "rings": nonsense})
+        assert found(("publisher", "trainer", 0, 1, tight | FRAMES), liar) == []
+
+
+@pytest.mark.parametrize(
+    ("transport", "kind", "baselines"),
+    [
+        ("tcp", "sparse", "host"),
+        ("auto", "bitmap", "host"),
+        ("verbs", "auto", "host"),
+        ("auto", "auto", ""),
+        ("shm", "auto", ""),
+        ("tcp", "full", ""),
+    ],
+)
+def test_a_publisher_tells_of_baselines_that_it_will_surely_keep(
+    transport: Any, kind: Any, baselines: str
+) -> None:
+    config = PublisherConfig(transport=transport, payload=PayloadSettings(kind))
+    told = publisher_memory(config, 10, "host")
+    assert (told["baselines"], told["export_bytes"]) == (baselines, 10)
+    assert publisher_memory(config, 10, "device")["baselines"] == ("device" if baselines else "")
+
+
+def test_the_baselines_and_rings_that_are_told_are_those_that_are_made(rig: Rig) -> None:
+    """What preflight counts for a frame's edges is what the publisher then holds."""
+    params = trainer_params()
+    publisher = rig.publisher(params, "tcp", payload=PayloadSettings("sparse"))
+    subscriber, client = rig.subscriber("x", "tcp"), rig.hub_client()
+    for number in range(2):
+        publisher.publish(params, Version("a", number))
+        take(subscriber)
+    (engine,) = client.members("subscriber")
+    (member,) = client.members("publisher")
+    assert member.info["baselines"] == "host" and engine.info["rings"] == {}
+    assert sum(engine.info["edges"].values()) == publisher.stats()["baseline_bytes"] > 0
+    verbs = edges_info(SubscriberConfig(transport="verbs"), [Edge(0, 0, ())])
+    assert verbs == {"edges": {"0": 0}, "rings": {"0": 1 << 20}}
+    state = state_of(
+        ("publisher", "trainer", 0, 1, {**member.info, "free_bytes": 0}),
+        ("subscriber", "x", 0, 1, engine.info),
+    )
+    (row,) = preflight.compare(state, "policy", {})["differences"]
+    assert f"{sum(engine.info['edges'].values())} baseline" in row["expected"]
 
 
 def test_layouts_are_compared_by_tensor() -> None:

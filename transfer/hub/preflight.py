@@ -16,6 +16,9 @@ from jaxrl_sync.sharding.manifest import Manifest
 from jaxrl_sync.transfer.hub.state import HubState, Member, whole
 
 SHOWN_TENSORS = 20
+STEPS_SHARE, KEPT_SHARE = 2, 4
+"""Changes that a publisher, and an engine, may keep beside an edge of so many times their bytes."""
+LEAST_STEPS_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +48,11 @@ def compare(state: HubState, model: str, blobs: Mapping[str, bytes]) -> dict[str
         planned = {r: m for r, m in sorted(ranks.items()) if m.info.get("correspondence")}
         unknown += [str(m.key) for r, m in ranks.items() if r not in planned]
         found += _engine(name, planned, digests, plans, blobs)
-    members = [m for ranks in (*publishers.values(), *engines.values()) for m in ranks.values()]
-    found += [d for m in members if (d := _memory(m)) is not None]
+    memory = [
+        *(_memory(m, _of_publisher(m, engines)) for ranks in publishers.values() for m in ranks.values()),
+        *(_memory(m, _of_engine(m, publishers)) for ranks in engines.values() for m in ranks.values()),
+    ]
+    found += [d for d in memory if d is not None]
     rows = [dataclasses.asdict(d) for d in found]
     return {"ok": not found and not unknown, "differences": rows, "unknown": unknown}
 
@@ -120,10 +126,11 @@ def _engine(
             yield Difference(who, "plan digest", str(info["plan"])[:12], f"{plan[:12]} as {owner} has")
 
 
-def _memory(member: Member) -> Difference | None:
-    """What a process needs beside what it was told that it has."""
+def _memory(member: Member, others: Mapping[str, int]) -> Difference | None:
+    """What a process needs beside what it was told that it has; ``others``: what its edges take."""
     info = member.info
     parts = {f: info.get(f) for f in ("slot_bytes", "ring_bytes", "export_bytes") if info.get(f) is not None}
+    parts |= {name: n for name, n in others.items() if n}
     free = info.get("free_bytes")
     if not isinstance(free, int) or not all(isinstance(v, int) for v in parts.values()):
         return None
@@ -132,3 +139,42 @@ def _memory(member: Member) -> Difference | None:
         return None
     names = " + ".join(f"{v} {f.removesuffix('_bytes')}" for f, v in parts.items())
     return Difference(str(member.key), "memory", f"{free} bytes free", f"{needed} ({names})")
+
+
+def _of_publisher(member: Member, engines: Mapping[str, dict[int, Member]]) -> dict[str, int]:
+    """What the edges from a publisher rank take there, once for equal replicas: rings per link, and where it
+    compares on the host a baseline each, with the steps that it may keep beside it."""
+    source, rank = member.info.get("source_digest"), member.key.rank
+    edges: dict[tuple[str, int], int] = {}
+    rings = 0
+    for ranks in engines.values():
+        for number, engine in ranks.items():
+            if engine.info.get("source_digest") == source:
+                rings += _by_rank(engine, "rings").get(rank, 0)
+                edges[str(engine.info.get("plan")), number] = _by_rank(engine, "edges").get(rank, 0)
+    if member.info.get("baselines") != "host":
+        return {"ring_bytes": rings}
+    kept = [n for n in edges.values() if n]
+    return {
+        "ring_bytes": rings,
+        "baseline_bytes": sum(kept),
+        "step_bytes": sum(max(n // STEPS_SHARE, LEAST_STEPS_BYTES) for n in kept),
+    }
+
+
+def _of_engine(member: Member, publishers: Mapping[str, dict[int, Member]]) -> dict[str, int]:
+    """What the edges to an engine rank take there: rings, and the changes that it may keep of frames."""
+    members = [m for ranks in publishers.values() for m in ranks.values()]
+    frames = any(m.info.get("baselines") for m in members)
+    edges = [n for n in _by_rank(member, "edges").values() if n] if frames else []
+    kept = sum(max(n // KEPT_SHARE, LEAST_STEPS_BYTES) for n in edges)
+    return {"ring_bytes": sum(_by_rank(member, "rings").values()), "step_bytes": kept}
+
+
+def _by_rank(member: Member, field: str) -> dict[int, int]:
+    """Bytes by source rank that an engine rank told; nothing where it told nonsense."""
+    told = member.info.get(field)
+    if not isinstance(told, dict):
+        return {}
+    good = {k: v for k, v in told.items() if str(k).isdecimal() and type(v) is int and v >= 0}
+    return {int(k): v for k, v in good.items()}
