@@ -1,5 +1,6 @@
 """`./dev bench sparsity`: how fast deltas are made.
 
+`./dev bench sparsity compare`: what a publisher's comparison takes, on the host and by jitted encoders.
 `./dev bench sparsity density`: how sparse updates are. `./dev bench sparsity sync`: whole synchronisations,
 sparse against full, over throttled links.
 """
@@ -13,7 +14,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 def main() -> int:
-    """The first argument chooses the half; the rest are its own."""
+    """The first argument chooses the part; the rest are its own."""
     if sys.argv[1:2] == ["density"]:
         import density
 
@@ -24,6 +25,10 @@ def main() -> int:
         import sync
 
         return sync.main(sys.argv[2:])
+    if sys.argv[1:2] == ["compare"]:
+        import compare
+
+        return compare.main(sys.argv[2:])
     import speed
 
     return speed.main(sys.argv[2:] if sys.argv[1:2] == ["speed"] else sys.argv[1:])

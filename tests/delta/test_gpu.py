@@ -122,6 +122,7 @@ def compared(elements: int) -> None:
     chains = {form: Chain("ab" * 32, edge, settings) for form in ("host", "device")}
     differences, reads = Differences(ShardEncoders(), 8), Reads()
     sources = {"host": None, "device": differences}
+    anchor_reads = 0
     for number in range(4):
         version, exported = Version("gpu", number), correspondence.export(tree)
         frames = {}
