@@ -158,6 +158,15 @@ def _gives_up_at_once(state: HubState, event: machine.Unpublish) -> Any:
     return state, machine.Done(outcome.log, {**outcome.reply, "drained": True})
 
 
+_is_last = fleet.is_last_reliable
+
+
+def _engines_keep_what_is_pinned(state: HubState, tag: Tag, key: MemberKey) -> bool:
+    """An engine's copy counts as one, though a later version overwrites it."""
+    pins = {t: owners for t, owners in state.pins.items() if t != tag}
+    return _is_last(dataclasses.replace(state, pins=pins), tag, key)
+
+
 # Rollback.
 
 
@@ -242,6 +251,9 @@ MUTANTS: dict[str, Callable[[], Patch]] = {
     "a poisoned engine serves": _patch(SubscriberRank, "_set", _serves_poisoned),
     "a withdrawn version gets new readers": _withdrawn_is_served,
     "a withdrawn version is given up while it is read": _patch(machine, "_unpublish", _gives_up_at_once),
+    "an engine's copy of a pinned version counts as one": _patch(
+        fleet, "is_last_reliable", _engines_keep_what_is_pinned
+    ),
     "a rollback serves whatever its slot holds": _patch(receiving, "rollback", _whatever_its_slot_holds),
     "what was rolled back is taken again": _patch(receiving, "rollback", _takes_it_again),
     "a pinned version is dropped": _patch(trainer, "decide", _drops_pinned),
