@@ -127,7 +127,8 @@ def _find_words(inclusive: jax.Array, starts: jax.Array, capacity: int) -> tuple
         before = jnp.where(upper, count, before)
         word = jnp.where(upper, word + half, word)
         half //= 2
-    return _apart((base + word, rank - before))
+    found: tuple[jax.Array, jax.Array] = _apart((base + word, rank - before))
+    return found
 
 
 def positions_of(words: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
