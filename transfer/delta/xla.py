@@ -1,9 +1,9 @@
 """Deltas in plain XLA, for any backend: mask words, prefix sums by triangular matmul, a search per entry.
 
 `jnp.nonzero` is many times slower. The steps: 32 elements make a mask word; the words of a block of 128
-elements get inclusive popcount prefixes by one small matmul; block starts are scattered over the result's
-slots and summed up, so that every slot knows its block; the slot then finds its word by halvings in the
-block's prefixes, and its bit by halvings of partial counts. Work per changed element is constant, clustered
+elements get inclusive prefixes of popcounts; block starts are scattered over the result's slots and summed
+up, so that every slot knows its block; the slot then finds its word by halvings in the block's prefixes, and
+its bit by halvings of partial counts. Work per changed element is constant, clustered
 changes are no special case, and the result is dense and sorted. All buffers are flat and local; see `encode`
 for several devices.
 
@@ -23,7 +23,7 @@ from jaxrl_sync.transfer.delta.bits import NO_POSITION, OVERWRITE, XOR, Kind, bi
 WORD = 32
 SQUARE = WORD * WORD
 BLOCK_WORDS = 4
-_LANES = 128
+_LANES = 32
 
 _apart = lax.optimization_barrier
 
@@ -79,7 +79,7 @@ def mask_words(old: jax.Array, new: jax.Array) -> jax.Array:
 
 
 def _prefix(x: jax.Array, levels: int = 2) -> jax.Array:
-    """Inclusive prefix sums of int32 below 512, or of at most 2^21 in all: two matmuls stay exact."""
+    """Inclusive prefix sums of int32 below 512, or of at most 2^23 in all: the matmuls stay exact."""
     n = x.shape[0]
     if n <= 32 * _LANES or levels == 0:
         return jnp.cumsum(x)
@@ -107,6 +107,15 @@ def _kth_bit(word: jax.Array, k: jax.Array) -> jax.Array:
 
 def _take(x: jax.Array, at: jax.Array) -> jax.Array:
     return x.at[at].get(mode="promise_in_bounds")
+
+
+def _counts_in_blocks(words: jax.Array) -> jax.Array:
+    """u8[blocks, BLOCK_WORDS]: changes in each block up to and with each of its words."""
+    counts = lax.population_count(words).astype(jnp.uint8).reshape(-1, BLOCK_WORDS)
+    sums = [counts[:, 0]]
+    for k in range(1, BLOCK_WORDS):
+        sums.append(sums[-1] + counts[:, k])
+    return jnp.stack(sums, 1)
 
 
 def _find_words(inclusive: jax.Array, starts: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
@@ -139,9 +148,7 @@ def positions_of(words: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]
         count = lax.population_count(words).sum(dtype=jnp.uint32)
         return count, jnp.full(capacity, NO_POSITION, jnp.uint32)
     words = _apart(jnp.pad(words, (0, -words.size % BLOCK_WORDS)))
-    counts = lax.population_count(words).reshape(-1, BLOCK_WORDS).astype(jnp.float32)
-    inclusive = jnp.matmul(counts, _ones_above(BLOCK_WORDS), precision=lax.Precision.HIGHEST)
-    inclusive = _apart(inclusive.astype(jnp.uint8))
+    inclusive = _apart(_counts_in_blocks(words))
     per_block = inclusive[:, -1].astype(jnp.int32)
     ends = _apart(_prefix(per_block))
     word, rank = _find_words(inclusive, _apart(ends - per_block), capacity)
