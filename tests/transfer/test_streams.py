@@ -15,6 +15,7 @@ import pytest
 
 from jaxrl_sync.sharding import Copy, CopyTable, Edge
 from jaxrl_sync.sharding import kernels as kernels_module
+from jaxrl_sync.sharding.native import kernels
 from jaxrl_sync.transfer import wire
 from jaxrl_sync.transfer.errors import DeadlineError, PeerLost, ProtocolError
 from jaxrl_sync.transfer.placement import Terms, split
@@ -106,7 +107,7 @@ def test_every_byte_finds_its_place_by_every_way(
         assert direct == native
 
 
-@pytest.mark.skipif(kernels_module.kernels() is None, reason="needs the C kernels")
+@pytest.mark.skipif(kernels() is None, reason="needs the C kernels")
 @pytest.mark.parametrize("seed", range(6))
 def test_runs_of_every_length_arrive_however_the_bytes_dribble_in(pair: Pair, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -138,7 +139,8 @@ def test_runs_of_every_length_arrive_however_the_bytes_dribble_in(pair: Pair, se
     pair[1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 2000))
     thread = threading.Thread(target=dribble)
     thread.start()
-    done, native, limits = 0, kernels_module.kernels(), np.random.default_rng(seed)
+    done, native, limits = 0, kernels(), np.random.default_rng(seed)
+    assert native is not None
     end = time.monotonic() + 30
     while done < segment.nbytes and time.monotonic() < end:
         limit = int(limits.integers(1, 300_000))
