@@ -129,7 +129,8 @@ class Holding:
             self._prefixes.pop(index, None)
         progress = Progress(version, edges, have)
         with self._changed:
-            passing = Passing(len(edges), self._target.slot.total_bytes)
+            bring = len(edges) if self._config.relay else 0  # nobody else is handed anything on
+            passing = Passing(bring, self._target.slot.total_bytes)
             self._contents[index] = _Content(self.slots[index], progress, passing, time.monotonic())
             self._changed.notify_all()
         return have

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrl_sync.sharding import Edge, MappingError, SlotLayout, UserError
 from jaxrl_sync.sharding.digests import copies_digest
+from jaxrl_sync.transfer.brought import seconds_of
 from jaxrl_sync.transfer.errors import DeadlineError, MismatchError, PeerLost, ProtocolError, TransferError
 from jaxrl_sync.transfer.hub.state import version_json, version_of
 from jaxrl_sync.transfer.outcome import RankKey, RankOutcome
@@ -117,10 +118,10 @@ class Outbound:
             case "installed":
                 version = self._confirmed(message)
                 sent = self._sent.pop(str(message.get("round")), RankOutcome())
-                seconds = {**sent.seconds, **_seconds(message)}
+                seconds = {**sent.seconds, **seconds_of(message.get("seconds"))}
                 result = dataclasses.replace(sent, state="installed", seconds=seconds)
                 if self._use_of_chain is not None:
-                    arrive_s = _seconds({"seconds": {"arrive": message.get("arrive_s")}}).get("arrive", 0.0)
+                    arrive_s = seconds_of({"arrive": message.get("arrive_s")}).get("arrive", 0.0)
                     self._use_of_chain.confirmed(version, seconds.get("apply", 0.0), sent.nbytes, arrive_s)
                 self._owner.installed(self.key, version, result)
             case "gave_up":
@@ -296,6 +297,8 @@ class Outbound:
         same = self._edge.source_process == self._edge.target_process and FRAME in self.terms.payloads
         if wish is None or not same or self._owner.config.payload.kind == "full":
             return None
+        if self._use_of_chain is not None and self._use_of_chain.anchor_due:
+            return None
         return reading.frames(wish, deadline)
 
     def _flow(self, ready: dict[str, Any], reading: Reading, deadline: float) -> Flow:
@@ -370,6 +373,8 @@ class Outbound:
         wire_s = self._move_frame(ready, version, data, about, deadline)
         reading.confirm(deadline)
         digests = reading.digests if self._owner.config.verify else {}
+        if self._use_of_chain is not None:
+            self._use_of_chain.handed_on()
         seconds = {"wire": wire_s, "queue": self._queue_s}
         self._say({"kind": "sums", "round": ready.get("round"), "digests": digests, "seconds": seconds})
         return RankOutcome("pending", "", self._sender.name, len(data), seconds, FRAME)
@@ -430,13 +435,6 @@ def _version(message: dict[str, Any]) -> Version:
     if version is None:
         raise ProtocolError(f"message {message.get('kind')!r} names no version")
     return version
-
-
-def _seconds(message: dict[str, Any]) -> dict[str, float]:
-    found = message.get("seconds")
-    if not isinstance(found, dict):
-        return {}
-    return {str(k): float(v) for k, v in found.items() if isinstance(v, (int, float))}
 
 
 def numbered(numbers: object, paths: list[str]) -> frozenset[str]:

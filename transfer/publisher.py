@@ -27,7 +27,7 @@ from jaxrl_sync.transfer.errors import (
     PeerLost,
     TransferError,
 )
-from jaxrl_sync.transfer.exports import Held, Shards, Spare, export, export_kind, snapshot
+from jaxrl_sync.transfer.exports import Held, Spare, export, export_kind, snapshot
 from jaxrl_sync.transfer.given import Given
 from jaxrl_sync.transfer.hub.client import POLL_S, HubClient, HubRefused, Lease
 from jaxrl_sync.transfer.hub.state import version_json, version_of
@@ -269,15 +269,17 @@ class Publisher:
         for kind, correspondence in kinds.items():
             shards = held.shards(kind, correspondence) if held is not None else None
             if shards is not None and not self.closing:
-                self._encoder.submit(self._encode_ahead, version, kind, shards)
+                self._encoder.submit(self._encode_ahead, version, kind, correspondence)
 
-    def _encode_ahead(self, version: Version, kind: str, shards: Shards) -> None:
+    def _encode_ahead(self, version: Version, kind: str, correspondence: Correspondence) -> None:
+        held = self._retained.find(version)  # only now: what waits for its turn keeps no buffers
+        if held is None or version != self._last:
+            return  # those who are late for it ask for the newest
         with self._lock:
             links = [link for link, of in self._kind_of.items() if of == kind]
-        if version != self._last:
-            return  # those who are late for it ask for the newest
         try:
-            self.chains.ahead(links, version, shards)
+            if (shards := held.shards(kind, correspondence)) is not None:
+                self.chains.ahead(links, version, shards)
         except Exception:  # who asks for the frame is told why there is none
             logger.exception("no frame of version %s is made ahead", version)
 

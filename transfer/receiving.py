@@ -198,9 +198,10 @@ def begin(state: ReceiverState, offer: Offer, read: frozenset[int] = frozenset()
 
 
 def prepared(state: ReceiverState) -> ReceiverState:
-    """The slot holds the whole version and its digest is right."""
+    """The slot holds the whole version, its digest is right. TransferError where a rollback ended that."""
     filling = state.filling
-    assert filling is not None
+    if filling is None:
+        raise TransferError("the round was given up while its ranks waited for each other")
     state = dataclasses.replace(state, filling=dataclasses.replace(filling, phase="prepared"))
     if filling.slot is None:
         return state

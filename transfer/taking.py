@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from jaxrl_sync.transfer.errors import TransferError
 from jaxrl_sync.transfer.passing import Origin, Passing, Wish
@@ -36,8 +37,11 @@ class Taking:
     was: Version | None = None
     origin: Origin | None = None
 
-    @property
+    @functools.cached_property
     def wish(self) -> Wish | None:
-        """What a relay may hand on: frames on what serves here, where no interrupted round is resumed."""
+        """What a relay may hand on: frames on what serves here, where no interrupted round is resumed.
+
+        One answer per round: an anchor that is asked for meanwhile doesn't change what the relay was told.
+        """
         base = self.origin.base(self.serving) if self.origin is not None and not self.have else None
         return Wish(self.origin.plan, base) if self.origin is not None and base is not None else None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -129,6 +131,35 @@ def test_equal_replicas_cost_one_encoding_and_one_baseline() -> None:
         seen.append((chain.encoded, chain.baseline_bytes, chain.step_bytes))
     assert seen[0] == seen[1] == seen[2]
     assert seen[0][0] == 5 and seen[0][1] == EDGE.total_bytes and seen[0][2] == 0
+
+
+def test_a_frame_made_ahead_is_there_while_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(5)
+    chain, tree = _chain(), random_tree(rng)
+    versions = [Version("aaaaaaaaaaaa", number) for number in range(3)]
+    for key, version in enumerate(versions[:2]):
+        (chain.follow if key else chain.anchor)(version, shards(tree, SOURCE))
+        chain.confirm(key, version)
+        tree = stepped(tree, 0.01, rng)
+    real, late, go_on = Chain._encode, threading.Event(), threading.Event()
+
+    def encode(self: Chain, base: Version, *args: Any) -> Any:
+        if base == versions[0]:  # of whom fewer ask
+            late.set()
+            assert go_on.wait(20)
+        return real(self, base, *args)
+
+    monkeypatch.setattr(Chain, "_encode", encode)
+    sources = shards(tree, SOURCE)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        ahead = pool.submit(chain.ahead, versions[2], sources)
+        assert late.wait(10)
+        try:
+            assert pool.submit(chain.frame, versions[1], versions[2], sources).result(10) is not None
+        finally:
+            go_on.set()
+        ahead.result(10)
+    assert chain.encoded == 2
 
 
 def test_the_steady_state_copies_no_slot() -> None:

@@ -106,6 +106,17 @@ def test_a_round_that_brings_what_was_rolled_back_is_over() -> None:
     assert receiving.wanted(receiving.see(state, again)) is None
 
 
+def test_a_prepare_whose_round_a_rollback_ended_says_so() -> None:
+    """While it waited for the other ranks, the rollback ended the round that brought nothing."""
+    offers = [Offer(f"r-{n}", Version("a", n), "t") for n in range(2)]
+    state = ReceiverState(2)
+    for offer in offers:
+        state = receiving.swap(receiving.prepared(receiving.begin(state, offer)), offer)
+    state = receiving.rollback(receiving.begin(state, Offer("r-2", Version("a", 1), "t")))
+    with pytest.raises(TransferError, match="given up"):
+        receiving.prepared(state)
+
+
 @pytest.mark.invariant(29)
 def test_an_engine_comes_back_with_old_weights_and_gets_what_changed(rig: Rig) -> None:
     params = trainer_params()

@@ -122,6 +122,8 @@ class Chain:
 
         That is without a base, with one that isn't remembered, or across lineages.
         """
+        if base is not None and (made := self._frames.get((base, version))) is not None:
+            return made  # while those for others are being made
         with self._lock:
             return self._frame(base, version, sources)
 
@@ -159,8 +161,8 @@ class Chain:
         """Make the frames to ``version`` from what receivers have confirmed, newest first, while they ask."""
         with self._lock:
             known = {v for v in self._confirmed.values() if version.follows(v) and self.knows(v)}
-            for base in sorted(known, key=lambda v: -v.number)[:KEPT_FRAMES]:
-                self._frame(base, version, sources)
+        for base in sorted(known, key=lambda v: -v.number)[:KEPT_FRAMES]:
+            self.frame(base, version, sources)
 
     def confirm(self, receiver: object, version: Version) -> None:
         """``receiver`` acknowledged ``version``: steps that no receiver needs any more are let go."""

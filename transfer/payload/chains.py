@@ -88,15 +88,14 @@ class Use:
 
     def may_follow(self, base: Version | None, version: Version) -> bool:
         """Whether a frame from ``base`` is likely to be sent for ``version`` once all of it is here."""
-        settings = self._settings
-        due = settings.anchor_every and self._since_anchor >= settings.anchor_every
-        worth = settings.kind != "auto" or self.chain.seen.frame_pays(version)
-        return base is not None and version.follows(base) and self.chain.knows(base) and worth and not due
+        worth = self._settings.kind != "auto" or self.chain.seen.frame_pays(version)
+        known = base is not None and version.follows(base) and self.chain.knows(base)
+        return known and worth and not self.anchor_due
 
     def frame(self, base: Version | None, version: Version, sources: Shards) -> Encoded | None:
         """What to send for ``version`` to a receiver that holds ``base``; None: everything."""
         settings = self._settings
-        if settings.anchor_every and self._since_anchor >= settings.anchor_every:
+        if self.anchor_due:
             return None
         if base is None or (settings.kind == "auto" and not self.chain.seen.frame_pays(version)):
             return None
@@ -115,6 +114,15 @@ class Use:
         """A frame is out."""
         self._since_anchor += 1
         self.chain.seen.frame(len(encoded.data), wire_s, encoded.encode_s)
+
+    def handed_on(self) -> None:
+        """A frame is out that somebody else made."""
+        self._since_anchor += 1
+
+    @property
+    def anchor_due(self) -> bool:
+        """Whether as many frames as there may be have followed one another."""
+        return 0 < self._settings.anchor_every <= self._since_anchor
 
     def confirmed(self, version: Version, apply_s: float, nbytes: int = 0, arrive_s: float = 0.0) -> None:
         """The receiver serves ``version``, of which it took in ``nbytes`` from here in ``arrive_s``."""
