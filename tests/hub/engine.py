@@ -33,6 +33,7 @@ class EngineSettings:
     reliable: bool = True
     modes: tuple[str, ...] = ("shm",)
     verify: bool = False
+    eager: bool = False
 
 
 class EngineWorld:
@@ -51,6 +52,7 @@ class EngineWorld:
         self.world, self.truth, self.name, self.limits = world, truth, name, limits
         self.size, self.slots, self.relay = settings.size, settings.slots, settings.relay
         self.site, self.reliable = settings.site, settings.reliable
+        self.eager = settings.eager and settings.slots > 1
         self.modes, self.verify = settings.modes, settings.verify
         self.slow_until = 0.0
         self.discards = 0

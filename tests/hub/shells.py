@@ -125,6 +125,7 @@ class Client:
         poll_s: float = 0.0,
         within_s: float = math.inf,
         empty: Any = None,
+        then: Callable[[Any], Any] = lambda result: result,
     ) -> Generator[Any, Any, Any]:
         """One call, retried while the hub doesn't answer. PeerLost, HubRefused."""
         patience_s = min(self.limits.hub_timeout_s, within_s)
@@ -133,7 +134,7 @@ class Client:
         attempt = 0
         while True:
             left_s = max(0.1, start + within_s - self.node.clock())
-            answer = yield from self._request(event, ask, poll_s, left_s, empty)
+            answer = yield from self._request(event, ask, poll_s, left_s, empty, then)
             if answer is not None:
                 epoch, result = answer
                 self._saw(epoch)
@@ -153,9 +154,15 @@ class Client:
                     wake()
 
     def _request(
-        self, event: machine.Event | None, ask: Ask | None, poll_s: float, within_s: float, empty: Any
+        self,
+        event: machine.Event | None,
+        ask: Ask | None,
+        poll_s: float,
+        within_s: float,
+        empty: Any,
+        then: Callable[[Any], Any],
     ) -> Generator[Any, Any, Any]:
-        """One attempt: (epoch, result), or None when it failed one way or another."""
+        """One attempt: (epoch, result), None if it failed. ``then``: what the hub does before it answers."""
         world, name, hub, weather = self.node.world, self.node.name, self.hub, self.network.weather
         arrived, box = Signal(), []
 
@@ -167,6 +174,10 @@ class Client:
             box.append(answer)
             arrived.fire()
 
+        def answer(epoch: str, result: Any) -> None:
+            if hub.alive and hub.state.epoch == epoch:
+                back(epoch, then(result))
+
         def deliver() -> None:
             if weather.cut(name, "hub"):
                 return
@@ -177,7 +188,9 @@ class Client:
             if event is not None:
                 back(epoch, hub.apply(event))
             elif ask is not None:
-                hub.poll(ask, poll_s, lambda r: back(epoch, r), lambda: take(None), empty)
+                hub.poll(
+                    ask, poll_s, lambda r: world.at(0.0, lambda: answer(epoch, r)), lambda: take(None), empty
+                )
 
         if not self.network.chance(name, "hub", "loss", weather.loss):
             delay = self.network.delay(name, "hub")
@@ -264,15 +277,22 @@ class LeaseOf:
             self._wake.fire()
         return (yield from self.client.call(event, within_s=max(0.0, deadline - node.clock())))
 
-    def ask(self, ask: Ask, poll_s: float, within_s: float = math.inf, empty: Any = None) -> Any:
+    def ask(
+        self,
+        ask: Ask,
+        poll_s: float,
+        within_s: float = math.inf,
+        empty: Any = None,
+        then: Callable[[Any], Any] = lambda result: result,
+    ) -> Any:
         """A query of this member, registered again where the hub forgot it."""
         try:
-            return (yield from self.client.call(None, ask, poll_s, within_s, empty))
+            return (yield from self.client.call(None, ask, poll_s, within_s, empty, then))
         except HubRefused as error:
             if error.code != "unknown_member":
                 raise
         yield from self._rejoin()
-        return (yield from self.client.call(None, ask, poll_s, within_s, empty))
+        return (yield from self.client.call(None, ask, poll_s, within_s, empty, then))
 
     def _beat(self) -> Steps:
         while not self.lost:

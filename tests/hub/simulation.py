@@ -144,8 +144,9 @@ class Simulation:
         schedule = self.schedule
         site = "far" if schedule.two_sites and number else ""
         reliable = number != 1 or not schedule.relays
+        eager = schedule.seed % 3 == 2  # their rounds begin with the offer
         return EngineSettings(
-            size, schedule.slots, schedule.relays, site, reliable, schedule.modes, schedule.verify
+            size, schedule.slots, schedule.relays, site, reliable, schedule.modes, schedule.verify, eager
         )
 
     # Properties that hold at every moment.

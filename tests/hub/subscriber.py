@@ -6,6 +6,8 @@ product's ``receiving``. What an engine makes of it is in `engine`.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
@@ -163,8 +165,10 @@ class SubscriberRank(Server):
             limit_s = POLL_S if self.inbound.whole else RETRY_S
 
             ask = _asking(key, incarnation, known)
+            sure = self.engine.eager and self.inbound.whole and not self.state.rejected
+            begin = functools.partial(self._begun, known["round"] if sure else ...)
             try:
-                seen = yield from self.lease.ask(ask, limit_s, empty={"unchanged": True})
+                seen = yield from self.lease.ask(ask, limit_s, empty={"unchanged": True}, then=begin)
             except TransferError as error:
                 self.note("watching the hub: %s", error)
                 yield RETRY_S
@@ -182,8 +186,23 @@ class SubscriberRank(Server):
             if not seen.get("unchanged"):
                 self._see(_offer(seen["offer"]) if seen["offer"] else None)
 
+    def _begun(self, known: Any, seen: Any) -> Any:
+        """At the hub, as Routes.watch: the round begins with its offer, where the rank asked for that."""
+        offer = seen.get("offer") if isinstance(seen, dict) else None
+        if known is ... or offer is None or offer["round"] == known:
+            return seen
+        key, limit_s = self.lease.key, self.engine.limits.timeout_s
+        reply = self.hub.apply(machine.Advance(key, self.lease.incarnation, offer["round"], "begun", limit_s))
+        return (
+            seen
+            if isinstance(reply, machine.Refused)
+            else {**seen, "offer": {**reply["offer"], "begun": True}}
+        )
+
     def _see(self, offer: Offer | None) -> None:
         self.state = receiving.see(self.state, offer)
+        if offer is not None and offer.begun and not receiving.is_taken(self.state, offer):
+            self._report_later(self._tell_failed(offer, "it isn't taken here"))
         self.changed.fire()
         if offer is not None and self.engine.size == 1 and offer.version == self.state.told:
             self._report_later(self._tell(offer))
@@ -257,14 +276,12 @@ class SubscriberRank(Server):
         while True:
             self.begun_at = {offer.round: self.world.now}
             try:
-                answer = yield from self._advance(offer, "begun", timeout_s, deadline)
+                offer, relays = yield from self._begin_round(offer, timeout_s, deadline)
             except HubRefused as error:
                 if error.code not in ("round_over", "unknown_round"):
                     raise
                 offer = yield from self._other(offer, deadline, error)
                 continue
-            row = answer.get("offer")
-            offer, relays = (_offer(row), row["relays"]) if row else (offer, [])
             try:
                 self._set(receiving.begin(self.state, offer, self.holding.busy))
                 assert self.state.filling is not None
@@ -287,6 +304,14 @@ class SubscriberRank(Server):
         self.world.moment("prepared", self)
         self.failures = 0
         return offer
+
+    def _begin_round(self, offer: Offer, timeout_s: float, deadline: float) -> Generator[Any, Any, Any]:
+        """As Subscriber._begin_round."""
+        if offer.begun and offer == self.state.offer:
+            return dataclasses.replace(offer, begun=False), list(offer.relays)
+        answer = yield from self._advance(offer, "begun", timeout_s, deadline)
+        row = answer.get("offer")
+        return (_offer(row), row["relays"]) if row else (offer, [])
 
     def _other(self, offer: Offer, deadline: float, cause: TransferError) -> Generator[Any, Any, Offer]:
         useless = offer.version if isinstance(cause, Gone) and offer.role == "publisher" else None
@@ -420,7 +445,8 @@ class SubscriberRank(Server):
 
 def _offer(row: dict[str, Any]) -> Offer:
     version = Version(row["version"]["lineage"], row["version"]["number"])
-    return Offer(row["round"], version, row["sources"], row["role"])
+    begun, relays = row.get("begun") is True, tuple(row.get("relays") or ())
+    return Offer(row["round"], version, row["sources"], row["role"], begun, relays)
 
 
 def _asking(key: MemberKey, incarnation: str, known: dict[str, Any]) -> Callable[[HubState], Any]:
