@@ -111,6 +111,20 @@ def test_what_fits_is_ok() -> None:
             f"subscriber x.0: memory is 9 bytes free, expected {107 + (1 << 20)} "
             f"(7 slot + 100 ring + {1 << 20} step)",
         ),
+        (  # a relay may hand on the frames by which each of its slots was filled
+            [
+                ("publisher", "trainer", 0, 1, PUB | FRAMES),
+                (
+                    "subscriber",
+                    "x",
+                    0,
+                    1,
+                    SUB | EDGES | {"slot_bytes": 16 << 20, "slots": 2, "relay": True, "free_bytes": 9},
+                ),
+            ],
+            f"subscriber x.0: memory is 9 bytes free, expected {100 + (21 << 20)} "
+            f"({16 << 20} slot + 100 ring + {1 << 20} step + {4 << 20} frame)",
+        ),
     ],
 )
 def test_each_difference_is_named(members: Any, expected: str) -> None:

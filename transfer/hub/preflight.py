@@ -17,7 +17,7 @@ from jaxrl_sync.transfer.hub.state import HubState, Member, whole
 
 SHOWN_TENSORS = 20
 STEPS_SHARE, KEPT_SHARE = 2, 4
-"""Changes that a publisher, and an engine, may keep beside an edge of so many times their bytes."""
+"""Changes that a publisher, and changes or frames that an engine, may keep: a part in so many of theirs."""
 LEAST_STEPS_BYTES = 1 << 20
 
 
@@ -163,12 +163,16 @@ def _of_publisher(member: Member, engines: Mapping[str, dict[int, Member]]) -> d
 
 
 def _of_engine(member: Member, publishers: Mapping[str, dict[int, Member]]) -> dict[str, int]:
-    """What the edges to an engine rank take there: rings, and the changes that it may keep of frames."""
+    """What the edges to an engine rank take there: rings, the changes that it may keep of frames, and of a
+    relay the frames themselves, which it may hand on: those of each slot."""
     members = [m for ranks in publishers.values() for m in ranks.values()]
     frames = any(m.info.get("baselines") for m in members)
     edges = [n for n in _by_rank(member, "edges").values() if n] if frames else []
     kept = sum(max(n // KEPT_SHARE, LEAST_STEPS_BYTES) for n in edges)
-    return {"ring_bytes": sum(_by_rank(member, "rings").values()), "step_bytes": kept}
+    rings, size, handed = sum(_by_rank(member, "rings").values()), member.info.get("slot_bytes"), 0
+    if edges and member.info.get("relay") is True and isinstance(size, int):
+        handed = member.slots * max(size // member.slots // KEPT_SHARE, LEAST_STEPS_BYTES)
+    return {"ring_bytes": rings, "step_bytes": kept, "frame_bytes": handed}
 
 
 def _by_rank(member: Member, field: str) -> dict[int, int]:
