@@ -23,6 +23,7 @@ from jaxrl_sync.transfer.exports import copy_of, shards_of
 from jaxrl_sync.transfer.lazy import DeviceShards, Reads
 from jaxrl_sync.transfer.payload.chain import Chain, Encoded
 from jaxrl_sync.transfer.payload.differences import Differences
+from jaxrl_sync.transfer.payload.inverse import Inverse
 from jaxrl_sync.transfer.payload.settings import PayloadSettings
 from jaxrl_sync.transfer.version import Version
 from tests.sharding.meshes import P, mesh, random_bits, random_spec
@@ -351,6 +352,41 @@ def test_copies_in_host_memory_take_the_place_of_an_export() -> None:
     expected = wanted.frame(Version("a", 1), Version("a", 2), shards_of(trainer.exported))
     found = chain.frame(Version("a", 1), Version("a", 2), on_devices(Version("a", 2)))
     assert found is not None and expected is not None and found.data == expected.data
+    assert found.compared == "host" and chain.baseline_bytes == 0 and shared.head == Version("a", 2)
+    read = reads.shards
+    trainer.step(0.01, rng)
+    expected = wanted.frame(Version("a", 2), Version("a", 3), shards_of(trainer.exported))
+    found = chain.frame(Version("a", 2), Version("a", 3), on_devices(Version("a", 3)))
+    assert found is not None and expected is not None and found.data == expected.data
+    assert found.compared == "device" and reads.shards == read  # no shard is read any more
+
+
+@pytest.mark.invariant(39)
+def test_a_comparison_that_came_to_nothing_asks_for_an_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The devices are a version ahead of the chain then: its next step would leave that version out."""
+    rng = np.random.default_rng(10)
+    trainer = side(rng)
+    pair = Pair(trainer.edges[0], differences(), FEW)
+    pair.anchor(trainer.exported, Version("a", 0))
+
+    def full(*_: Any) -> Any:
+        raise MemoryError
+
+    for number in range(1, 5):
+        trainer.step(0.02, rng)
+        exported, base, version = trainer.exported, Version("a", number - 1), Version("a", number)
+        if number == 1:
+            with monkeypatch.context() as patched, pytest.raises(MemoryError):
+                patched.setattr(Inverse, "entries", full)
+                pair.device.frame(base, version, pair.shards(exported, version))
+        elif number == 2:
+            base = Version("a", 0)  # what the receiver still has
+            assert pair.device.frame(base, version, pair.shards(exported, version)) is None
+            pair.device.anchor(version, pair.shards(exported, version))
+            pair.host = Chain(PLAN, trainer.edges[0], PayloadSettings("sparse", FEW))
+            pair.host.anchor(version, shards_of(exported))
+        else:
+            assert pair.frame(base, exported, version) is not None
 
 
 def test_a_device_that_can_not_compare_leaves_it_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ class Step:
     version: Version
     entries: tuple[Entries, ...]
     digests: Digests
+    compared: Form = "host"
 
     @property
     def nbytes(self) -> int:
@@ -162,7 +163,8 @@ class Chain:
         with self._lock:
             known = {v for v in self._confirmed.values() if version.follows(v) and self.knows(v)}
         for base in sorted(known, key=lambda v: -v.number)[:KEPT_FRAMES]:
-            self.frame(base, version, sources)
+            with self._lock:  # anew for each: who asks for a frame that is made gets in between
+                self._frame(base, version, sources)
 
     def confirm(self, receiver: object, version: Version) -> None:
         """``receiver`` acknowledged ``version``: steps that no receiver needs any more are let go."""
@@ -204,17 +206,23 @@ class Chain:
             return False
         if not version.follows(head):
             return True
+        self._head = (
+            None  # a baseline that has moved on without its step is none: what fails here asks for an anchor
+        )
         entries = baseline.changes(sources)
         if entries is None:
+            self._head = head
             return False
         changes = [
             places.change_of_digests(p, n, o, self._threads)
             for places, (p, n, o) in zip(self._places, entries, strict=True)
         ]
         found = add_digests(self._digests, *changes)
-        self._head = None  # until the baseline is whole again
-        baseline.advance(entries)
-        self._steps.append(Step(head, version, entries, found))
+        if baseline.suits(sources):
+            baseline.advance(entries)
+        else:  # a copy in host memory had stood for an export: from here on the devices compare again
+            self._take(sources)
+        self._steps.append(Step(head, version, entries, found, baseline.form))
         self._digests, self._head = found, version
         return True
 
@@ -222,14 +230,18 @@ class Chain:
         """Take the whole edge: the first version, or one that no step leads to."""
         self._steps, self._frames, self._confirmed = [], {}, {}
         self._head = None  # until the baseline is whole
+        self._take(sources)
+        self._digests = digests or copies_digest(self.edge.copies, sources, "source", self._threads)
+        self._head = version
+
+    def _take(self, sources: Shards) -> None:
+        """The baseline becomes the version of these shards, another one where it can't take them."""
         if self._baseline is not None and not self._baseline.suits(sources):
             self._baseline.close()
             self._baseline = None
         if self._baseline is None:
             self._baseline = baseline_for(sources, self._packing, self._threads)
         self._baseline.take(sources)
-        self._digests = digests or copies_digest(self.edge.copies, sources, "source", self._threads)
-        self._head = version
 
     def _forget(self) -> None:
         """Let go of steps that all receivers are past; of the oldest where they are too many or too large."""
@@ -281,4 +293,5 @@ class Chain:
         total = sum(s.elements for s in self.sections)
         digests = steps[-1].digests if steps else dict(self._digests)
         names = ", ".join(sorted({str(c) for c in codings if c.positions.kind != "none"}))
-        return Encoded(data, digests, changed / max(1, total), names, 0.0, compared=self._baseline.form)
+        form = steps[-1].compared if steps else self._baseline.form
+        return Encoded(data, digests, changed / max(1, total), names, 0.0, compared=form)
