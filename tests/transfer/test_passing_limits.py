@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from jaxrl_sync.transfer.errors import TransferError
+from jaxrl_sync.transfer.errors import PeerLost, TransferError
+from jaxrl_sync.transfer.hub.client import HubClient
 from jaxrl_sync.transfer.inbound import Inbound
 from jaxrl_sync.transfer.payload.chains import Chains, Use
 from jaxrl_sync.transfer.payload.settings import PayloadSettings
@@ -123,3 +124,33 @@ def test_times_that_can_not_be_are_not_believed(
     until(lambda: heard == [0.0])
     publisher.publish(params, version(1))
     assert taken(engine, params).payload == "frame"  # the link goes on
+
+
+def test_a_round_that_was_begun_for_an_engine_that_never_heard_is_given_up(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's answer was lost, and meanwhile the engine went back: it was offered nothing else for ever."""
+    real, back, lost, heard = HubClient.call, threading.Event(), threading.Event(), threading.Event()
+
+    def call(client: HubClient, path: str, body: dict[str, Any], *args: Any, **options: Any) -> Any:
+        seen = real(client, path, body, *args, **options)
+        begun = path == "/v1/watch" and (seen.get("offer") or {}).get("begun")
+        if begun and back.is_set() and not lost.is_set():
+            lost.set()
+            raise PeerLost("the answer is lost")
+        if path == "/v1/event/fail":
+            heard.set()
+        return seen
+
+    monkeypatch.setattr(HubClient, "call", call)
+    params = trainer_params()
+    publisher = rig.publisher(params, "tcp")
+    engine = rig.subscriber("a", "tcp", eager=True)
+    for number in range(2):
+        publisher.publish(params, version(number))
+        taken(engine, params)
+    back.set()
+    engine.rollback()
+    assert lost.wait(10) and heard.wait(10)
+    publisher.publish(params, version(2))
+    assert taken(engine, params).version == version(2)

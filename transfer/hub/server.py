@@ -258,7 +258,7 @@ class Routes:
         begin_s = number(body, "begin_s", 0.0)
         result = await self.hub.poll(ask, number(body, "timeout_s", MAX_POLL_S))
         if begin_s > 0 and isinstance(result, dict) and result["offer"] is not None:
-            if result["offer"]["round"] != known_round:
+            if result["offer"]["round"] != known_round and not await request.is_disconnected():
                 result = self._begun(key, incarnation, result, begin_s)
         return self._answer(result if result is not None else {"unchanged": True})
 

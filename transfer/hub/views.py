@@ -51,7 +51,10 @@ def unknown(state: HubState, key: MemberKey, incarnation: str) -> Refused | None
 
 
 def watch(state: HubState, key: MemberKey, incarnation: str) -> dict[str, Any] | Refused:
-    """What a subscriber rank needs to know: the publisher ranks of its model and the round it is offered."""
+    """What a subscriber rank needs to know: the publisher ranks of its model and the round it is offered.
+
+    ``begun`` where that has begun for it: the answer that said so may have been lost.
+    """
     refused = unknown(state, key, incarnation)
     if refused is not None:
         return refused
@@ -64,7 +67,8 @@ def watch(state: HubState, key: MemberKey, incarnation: str) -> dict[str, Any] |
     offer = None
     for entry in state.rounds.values():
         if entry.engine == key.name and entry.model == model and key.rank in entry.ranks:
-            offer = offer_json(state, entry)
+            begun = {"begun": True} if entry.ranks[key.rank] != "offered" else {}
+            offer = {**offer_json(state, entry), **begun}
     return {"publishers": sorted(publishers, key=lambda p: (p["name"], p["rank"])), "offer": offer}
 
 
