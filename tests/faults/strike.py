@@ -40,6 +40,8 @@ def run_strike(fleet: Fleet, case: Strike) -> Message | None:
             _others_reach(fleet, case.role, number)
         time.sleep(STOPPED_S)
         fleet.children[case.victim].signal(signal.SIGCONT)
+        if not idle and case.role == "trainer":
+            _others_reach(fleet, case.role, number)  # before a later version takes its place
     else:
         fleet.restart(case.victim)
     fleet.publish()
