@@ -472,7 +472,7 @@ class Subscriber:
             if self._report is report:  # nothing was prepared since
                 self.discard(offer, "its update was dropped")
 
-        self._watching.report(give_up)
+        self._watching.report(give_up, insist=False)
 
     def install(self, offer: Offer) -> Any:
         """See ``Update.swap``."""
@@ -486,17 +486,12 @@ class Subscriber:
         tree = self._slots[serving].tree()
         seconds = {**(report.seconds if report is not None else {}), "swap": time.monotonic() - start}
         seconds.pop("wire", None)  # the sender's own count
-        message = {
-            "kind": "installed",
-            "round": offer.round,
-            "version": version_json(offer.version),
-            "seconds": seconds,
-        }
+        message = {"kind": "installed", "round": offer.round, "version": version_json(offer.version)}
         for link in self._links.all:
-            link.tell({**message, "arrive_s": link.arrive_s(offer)}, SWAP_TELL_S)
+            link.tell({**message, "seconds": seconds, "arrive_s": link.arrive_s(offer)}, SWAP_TELL_S)
         edges = list(report.edges) if report is not None else []
         told = {"edges": edges, "seconds": {"swap": seconds["swap"]}}
         self._watching.report(lambda: self._advance(offer, "installed", report=told))
         if self._relay is not None:
-            self._watching.report(functools.partial(self._relay.follow, offer.version))
+            self._watching.report(functools.partial(self._relay.follow, offer.version), insist=False)
         return tree

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from jaxrl_sync.transfer.errors import TransferError
+from jaxrl_sync.transfer.errors import DeadlineError, PeerLost, TransferError
 from jaxrl_sync.transfer.hub.client import POLL_S, Lease, Member
 from jaxrl_sync.transfer.links import Links, read_watch
 from jaxrl_sync.transfer.receiving import Offer
@@ -38,7 +38,7 @@ class Watching:
         self._begin_s = begin_s
         self._closed = threading.Event()
         self._unlinked = threading.Event()
-        self._reports: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[tuple[Callable[[], object], bool] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._watch, name="subscriber-watch", daemon=True),
             threading.Thread(target=self._mend, name="subscriber-link", daemon=True),
@@ -50,9 +50,13 @@ class Watching:
         for thread in self._threads:
             thread.start()
 
-    def report(self, call: Callable[[], object]) -> None:
-        """Have ``call`` made in the background, in order; what it raises is logged."""
-        self._reports.put(call)
+    def report(self, call: Callable[[], object], insist: bool = True) -> None:
+        """Have ``call`` made in the background, in order; what it raises is logged.
+
+        The hub may wait for a report for ever: with ``insist`` one that doesn't reach it is made again, until
+        it does or the lease is lost. So ``call`` may come twice to the hub.
+        """
+        self._reports.put((call, insist))
 
     def can_take(self, offer: Offer) -> bool:
         """Whether the offer can be begun; where a link is missing, it is opened meanwhile. Doesn't block."""
@@ -101,13 +105,25 @@ class Watching:
 
     def _report(self) -> None:
         while (report := self._reports.get()) is not None:
-            try:
-                report()
-            except TransferError as error:
-                if not self._closed.is_set():
-                    logger.warning("reporting to the hub: %s", error)
-            except Exception:  # the reports after this one must be made all the same
-                logger.exception("a report failed")
+            call, insist = report
+            while not self._arrives(call) and insist and not self._lease.lost.is_set():
+                if self._closed.wait(RETRY_S):
+                    break
+
+    def _arrives(self, call: Callable[[], object]) -> bool:
+        """Make a report; False where the hub couldn't be reached."""
+        try:
+            call()
+        except (PeerLost, DeadlineError) as error:
+            if not self._closed.is_set():
+                logger.warning("reporting to the hub: %s", error)
+            return False
+        except TransferError as error:
+            if not self._closed.is_set():
+                logger.warning("reporting to the hub: %s", error)
+        except Exception:  # the reports after this one must be made all the same
+            logger.exception("a report failed")
+        return True
 
     def stop(self) -> None:
         """Tell the threads to end; `join` waits for them."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 from jaxrl_sync.transfer import receiving
-from jaxrl_sync.transfer.errors import DeadlineError, MismatchError, TransferError
+from jaxrl_sync.transfer.errors import DeadlineError, MismatchError, PeerLost, TransferError
 from jaxrl_sync.transfer.hub import machine
 from jaxrl_sync.transfer.hub.client import POLL_S, HubRefused
 from jaxrl_sync.transfer.hub.state import HubState, MemberKey, version_json
@@ -202,14 +202,14 @@ class SubscriberRank(Server):
     def _see(self, offer: Offer | None) -> None:
         self.state = receiving.see(self.state, offer)
         if offer is not None and offer.begun and not receiving.is_taken(self.state, offer):
-            self._report_later(self._tell_failed(offer, "it isn't taken here"))
+            self._report_later(functools.partial(self._tell_failed, offer, "it isn't taken here"))
         self.changed.fire()
         if offer is not None and self.engine.size == 1 and offer.version == self.state.told:
-            self._report_later(self._tell(offer))
+            self._report_later(functools.partial(self._tell, offer))
 
     # The reporting thread.
 
-    def _report_later(self, steps: Steps) -> None:
+    def _report_later(self, steps: Callable[[], Steps]) -> None:
         self.reports.append(steps)
         self.to_report.fire()
 
@@ -217,10 +217,17 @@ class SubscriberRank(Server):
         while True:
             while not self.reports:
                 yield self.to_report, math.inf
-            try:
-                yield from self.reports.pop(0)
-            except TransferError as error:
-                self.note("reporting to the hub: %s", error)
+            while not (yield from self._arrives(self.reports[0])) and not self.lease.lost:
+                yield RETRY_S
+            self.reports.pop(0)
+
+    def _arrives(self, report: Callable[[], Steps]) -> Generator[Any, Any, bool]:
+        try:
+            yield from report()
+        except TransferError as error:
+            self.note("reporting to the hub: %s", error)
+            return not isinstance(error, PeerLost | DeadlineError)
+        return True
 
     def _advance(
         self, offer: Offer, to: Any, timeout_s: float | None = None, deadline: float = math.inf
@@ -338,7 +345,7 @@ class SubscriberRank(Server):
         if filling is not None and filling.slot is not None:
             kept = self.holding.give_up(filling.slot, offer.version, not isinstance(error, MismatchError))
         self._set(receiving.fail(self.state, unconfirmed, touched or unconfirmed, kept))
-        self._report_later(self._tell_failed(offer, f"{type(error).__name__}: {error}"))
+        self._report_later(functools.partial(self._tell_failed, offer, f"{type(error).__name__}: {error}"))
         self._replace_quarantined()
 
     def _tell_failed(self, offer: Offer, reason: str) -> Steps:
@@ -352,7 +359,7 @@ class SubscriberRank(Server):
         if filling is None or filling.offer != offer:
             return
         self._set(receiving.drop(self.state))
-        self._report_later(self._tell_failed(offer, reason))
+        self._report_later(functools.partial(self._tell_failed, offer, reason))
 
     def swap(self, offer: Offer, number: int) -> None:
         """As Subscriber.install; TransferError when it isn't prepared."""
@@ -362,7 +369,7 @@ class SubscriberRank(Server):
         self.world.moment("swapped", self)
         for link in self.inbound.all:
             link.tell({"kind": "installed", "round": offer.round, "version": offer.version})
-        self._report_later(self._tell(offer))
+        self._report_later(functools.partial(self._tell, offer))
 
     def rollback(self, number: int) -> None:
         """As Subscriber.rollback; TransferError where the version before isn't there any more."""
@@ -370,14 +377,14 @@ class SubscriberRank(Server):
         self._set(receiving.rollback(self.state))
         self.note("goes back from %s to %s at step %s", left, self.state.installed, number)
         if before is not None and self.state.filling is None:
-            self._report_later(self._tell_failed(before.offer, "rolled back"))
+            self._report_later(functools.partial(self._tell_failed, before.offer, "rolled back"))
         self.engine.check_rollback(self, left, number)
-        self._report_later(self.lease.register())
+        self._report_later(self.lease.register)
 
     def _wait_group(self, offer: Offer, deadline: float) -> Steps:
         if self.engine.size == 1:
             if offer.role == "relay":
-                self._report_later(self._advance(offer, "prepared"))
+                self._report_later(functools.partial(self._advance, offer, "prepared"))
             return
         yield from self._advance(offer, "prepared", deadline=deadline)
 
