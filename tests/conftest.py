@@ -4,7 +4,8 @@ What one test has compiled, another one or a process that it starts finds in the
 alone (``JAX_COMPILATION_CACHE_DIR``, where it is set, is taken instead).
 
 Tests marked ``full`` are the long sizes. A plain run takes a share of them, chosen by a seed (the commit), so
-that over time CI sees them all; ``--all-full`` takes them all, ``--verification FILE`` writes what ran.
+that over time CI sees them all, but those of minutes, marked ``full(shared=False)``; ``--all-full`` takes them
+all, ``--verification FILE`` writes what ran.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
     for item in items:
-        full = item.get_closest_marker("full") is not None and not config.getoption("--all-full")
-        keep = not full or verification.is_chosen(share_seed(), item.nodeid, FULL_SHARE)
+        full = None if config.getoption("--all-full") else item.get_closest_marker("full")
+        shared = full is not None and full.kwargs.get("shared", True)
+        keep = full is None or (shared and verification.is_chosen(share_seed(), item.nodeid, FULL_SHARE))
         (chosen if keep else left_out).append(item)
         if item.get_closest_marker("gpu") is not None and not Path("/dev/nvidia0").exists():
             item.add_marker(pytest.mark.skip(reason="needs one GPU: /dev/nvidia0 does not exist"))
