@@ -4,8 +4,8 @@ What one test has compiled, another one or a process that it starts finds in the
 alone (``JAX_COMPILATION_CACHE_DIR``, where it is set, is taken instead).
 
 Tests marked ``full`` are the long sizes. A plain run takes a share of them, chosen by a seed (the commit), so
-that over time CI sees them all, but those of minutes, marked ``full(shared=False)``; ``--all-full`` takes them
-all, ``--verification FILE`` writes what ran.
+that over time CI sees them all, but those of minutes, marked ``full(shared=False)``; ``--all-full`` takes
+them all, ``--verification FILE`` writes what ran.
 """
 
 from __future__ import annotations
