@@ -371,7 +371,7 @@ class Simulation:
         """Training goes on a little or not at all, then every engine must serve the last version."""
         if self.schedule.trains_on:
             self.world.run(self.world.now + 8.0)
-        self.trainer.target = max(1, *(r.published for r in self.trainer.ranks))
+        self.trainer.target = max(1, *(max(r.published, r.begun) for r in self.trainer.ranks))
         last = Version(self.trainer.lineage, self.trainer.target)
         left = {r.left for e in self.engines for r in e.ranks}
         if last in self.trainer.withdrawing or last in left:

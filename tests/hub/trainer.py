@@ -139,7 +139,8 @@ class TrainerRank(Server):
         self._reset()
 
     def _reset(self) -> None:
-        self.published = 0
+        self.published = self.begun = 0
+        """Versions whose publish has ended, and the one that is under way: it may wait for room."""
         self.stall_s = 0.0
         self.links = {}
         self.held: list[Export] = []
@@ -198,7 +199,8 @@ class TrainerRank(Server):
                 yield self.trainer.stepped, 1.0  # the ranks of one world step together
                 yield 0.05 * draw.random()
             if self.published < self.trainer.target:
-                yield from self.publish(Version(self.trainer.lineage, self.published + 1))
+                self.begun = self.published + 1
+                yield from self.publish(Version(self.trainer.lineage, self.begun))
             else:
                 yield 1.0
 
