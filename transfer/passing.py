@@ -15,14 +15,10 @@ from jaxrl_sync.sharding.digests import add_digests
 from jaxrl_sync.transfer.errors import DeadlineError, ProtocolError
 from jaxrl_sync.transfer.hub.state import version_json, version_of
 from jaxrl_sync.transfer.payload.sections import Digests
+from jaxrl_sync.transfer.payload.settings import receiver_room_bytes
 from jaxrl_sync.transfer.payload.shadow import Shadow, SlotLike
 from jaxrl_sync.transfer.transports.base import remaining
 from jaxrl_sync.transfer.version import Version
-
-KEPT_SHARE = 4
-"""Frames that take more than one part in this many of the bytes that they stand for aren't kept."""
-
-LEAST_ROOM = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -80,7 +76,7 @@ class Passing:
     def __init__(self, edges: int, nbytes: int) -> None:
         """So many edges bring the version, which has ``nbytes`` here."""
         self._edges = edges
-        self._room_bytes = max(nbytes // KEPT_SHARE, LEAST_ROOM)
+        self._room_bytes = receiver_room_bytes(nbytes)
         self._told = 0
         self._whole = edges > 0
         self._frames: list[Passed] = []

@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxrl_sync.sharding import Edge
+from jaxrl_sync.transfer import placement
 from jaxrl_sync.transfer.config import PublisherConfig, SubscriberConfig
 from jaxrl_sync.transfer.free import free_bytes
-
-TRANSPORTS = ("shm", "verbs", "tcp")
 
 
 def subscriber_info(config: SubscriberConfig, slot_bytes: int) -> dict[str, Any]:
@@ -29,7 +28,7 @@ def subscriber_info(config: SubscriberConfig, slot_bytes: int) -> dict[str, Any]
 
 def publisher_memory(config: PublisherConfig, export_bytes: int, form: str) -> dict[str, Any]:
     """``baselines``: ``form``, where versions are compared, if it surely keeps a baseline of every edge."""
-    used = TRANSPORTS if config.transport == "auto" else (config.transport,)
+    used = placement.NAMES if config.transport == "auto" else (config.transport,)
     frames = all(config.payload.frames_over(transport) for transport in used)
     told = {"export_bytes": export_bytes, "free_bytes": free_bytes()}
     return {**told, "baselines": form if frames else ""}

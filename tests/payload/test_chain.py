@@ -15,7 +15,7 @@ from jaxrl_sync.sharding import CopyTable
 from jaxrl_sync.sharding.digests import copies_digest
 from jaxrl_sync.transfer.codec.errors import CorruptFrame, FrameError, TruncatedFrame, WrongBase, WrongPlan
 from jaxrl_sync.transfer.codec.rules import CodingRules
-from jaxrl_sync.transfer.payload import chain as chain_module
+from jaxrl_sync.transfer.payload import settings
 from jaxrl_sync.transfer.payload.baseline import HostBaseline
 from jaxrl_sync.transfer.payload.chain import Chain
 from jaxrl_sync.transfer.payload.chains import Chains
@@ -261,7 +261,7 @@ def test_a_frame_that_changes_nothing_says_the_sums_of_its_version_or_is_none() 
 
 
 def test_dense_steps_and_frames_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chain_module, "LEAST_ROOM", 0)
+    monkeypatch.setattr(settings, "LEAST_ROOM_BYTES", 0)
     rng = np.random.default_rng(11)
     chain, tree = _chain(), random_tree(rng)
     receivers = [Receiver(), Receiver()]

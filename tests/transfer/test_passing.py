@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrl_sync.transfer import Version
+from jaxrl_sync.transfer import Publisher, Subscriber, Version
 from jaxrl_sync.transfer.errors import DeadlineError, MismatchError, PeerLost, ProtocolError
 from jaxrl_sync.transfer.hub.client import HubClient
 from jaxrl_sync.transfer.inbound import Inbound
@@ -200,16 +200,22 @@ class Gate:
         monkeypatch.setattr(Inbound, "verify", verify)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_frame_is_handed_on_before_the_relay_has_verified_its_own(
-    rig: Rig, fails: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def relay_and_reader(rig: Rig) -> tuple[Any, Publisher, Subscriber, Subscriber]:
+    """Parameters, who published them as version 0, and two engines that took it: one reads from the other."""
     params = trainer_params()
     publisher = rig.publisher(params, "tcp", payload=SPARSE, fanout="chain")
     relay, reader = (rig.subscriber(n, "tcp", relay=True, payload=SPARSE) for n in "ab")
     publisher.publish(params, version(0))
     for engine in (relay, reader):
         taken(engine, params)
+    return params, publisher, relay, reader
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_frame_is_handed_on_before_the_relay_has_verified_its_own(
+    rig: Rig, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params, publisher, relay, reader = relay_and_reader(rig)
     gate = Gate(monkeypatch, "a")
     params = changed(params, 0)
     publisher.publish(params, version(1))
@@ -245,12 +251,7 @@ def test_a_frame_is_handed_on_before_the_relay_has_verified_its_own(
 
 
 def test_a_frame_with_other_sums_is_not_installed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = trainer_params()
-    publisher = rig.publisher(params, "tcp", payload=SPARSE, fanout="chain")
-    relay, reader = (rig.subscriber(n, "tcp", relay=True, payload=SPARSE) for n in "ab")
-    publisher.publish(params, version(0))
-    for engine in (relay, reader):
-        taken(engine, params)
+    params, publisher, relay, reader = relay_and_reader(rig)
     params = changed(params, 0)
     publisher.publish(params, version(1))
     taken(relay, params)

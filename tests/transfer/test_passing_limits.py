@@ -15,7 +15,7 @@ from jaxrl_sync.transfer.inbound import Inbound
 from jaxrl_sync.transfer.payload.chains import Chains, Use
 from jaxrl_sync.transfer.payload.settings import PayloadSettings
 from tests.transfer.models import Rig, trainer_params, until
-from tests.transfer.test_passing import SPARSE, changed, taken, version
+from tests.transfer.test_passing import SPARSE, changed, relay_and_reader, taken, version
 
 
 def test_frames_are_kept_by_relays_only(rig: Rig) -> None:
@@ -79,12 +79,7 @@ def test_anchors_come_as_often_where_frames_are_handed_on(rig: Rig) -> None:
 def test_an_anchor_asked_for_during_a_round_does_not_change_what_was_wished_for(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params = trainer_params()
-    publisher = rig.publisher(params, "tcp", payload=SPARSE, fanout="chain")
-    relay, reader = (rig.subscriber(n, "tcp", relay=True, payload=SPARSE) for n in "ab")
-    publisher.publish(params, version(0))
-    for engine in (relay, reader):
-        taken(engine, params)
+    params, publisher, relay, reader = relay_and_reader(rig)
     params = changed(params, 0)
     publisher.publish(params, version(1))
     taken(relay, params)

@@ -14,11 +14,9 @@ from typing import Any
 from jaxrl_sync.sharding.errors import MappingError
 from jaxrl_sync.sharding.manifest import Manifest
 from jaxrl_sync.transfer.hub.state import HubState, Member, whole
+from jaxrl_sync.transfer.payload.settings import receiver_room_bytes, sender_room_bytes
 
 SHOWN_TENSORS = 20
-STEPS_SHARE, KEPT_SHARE = 2, 4
-"""Changes that a publisher, and changes or frames that an engine, may keep: a part in so many of theirs."""
-LEAST_STEPS_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +156,7 @@ def _of_publisher(member: Member, engines: Mapping[str, dict[int, Member]]) -> d
     return {
         "ring_bytes": rings,
         "baseline_bytes": sum(kept),
-        "step_bytes": sum(max(n // STEPS_SHARE, LEAST_STEPS_BYTES) for n in kept),
+        "step_bytes": sum(sender_room_bytes(n) for n in kept),
     }
 
 
@@ -168,10 +166,10 @@ def _of_engine(member: Member, publishers: Mapping[str, dict[int, Member]]) -> d
     members = [m for ranks in publishers.values() for m in ranks.values()]
     frames = any(m.info.get("baselines") for m in members)
     edges = [n for n in _by_rank(member, "edges").values() if n] if frames else []
-    kept = sum(max(n // KEPT_SHARE, LEAST_STEPS_BYTES) for n in edges)
+    kept = sum(receiver_room_bytes(n) for n in edges)
     rings, size, handed = sum(_by_rank(member, "rings").values()), member.info.get("slot_bytes"), 0
     if edges and member.info.get("relay") is True and isinstance(size, int):
-        handed = member.slots * max(size // member.slots // KEPT_SHARE, LEAST_STEPS_BYTES)
+        handed = member.slots * receiver_room_bytes(size // member.slots)
     return {"ring_bytes": rings, "step_bytes": kept, "frame_bytes": handed}
 
 

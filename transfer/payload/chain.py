@@ -22,13 +22,11 @@ from jaxrl_sync.transfer.payload.baseline import Baseline, Packing, baseline_for
 from jaxrl_sync.transfer.payload.entries import Entries, union
 from jaxrl_sync.transfer.payload.places import Places
 from jaxrl_sync.transfer.payload.sections import Digests, sections_of
-from jaxrl_sync.transfer.payload.settings import Form, PayloadSettings, Seen
+from jaxrl_sync.transfer.payload.settings import Form, PayloadSettings, Seen, sender_room_bytes
 from jaxrl_sync.transfer.transports.base import Shards
 from jaxrl_sync.transfer.version import Version
 
 KEPT_FRAMES = 4
-LEAST_ROOM = 1 << 20
-"""Bytes of steps, and of frames, that are kept however small the baseline is."""
 
 logger = logging.getLogger("jaxrl_sync.transfer")
 
@@ -206,9 +204,8 @@ class Chain:
             return False
         if not version.follows(head):
             return True
-        self._head = (
-            None  # a baseline that has moved on without its step is none: what fails here asks for an anchor
-        )
+        # A baseline that has moved on without its step is none: what fails here asks for an anchor.
+        self._head = None
         entries = baseline.changes(sources)
         if entries is None:
             self._head = head
@@ -266,7 +263,7 @@ class Chain:
     @property
     def _room_bytes(self) -> int:
         """Steps together, and frames together, take no more when nothing is being encoded."""
-        return max(self._edge_bytes // 2, LEAST_ROOM)
+        return sender_room_bytes(self._edge_bytes)
 
     def _encode(self, base: Version, version: Version, steps: Sequence[Step], sources: Shards) -> Encoded:
         assert self._baseline is not None

@@ -20,10 +20,8 @@ from jaxrl_sync.transfer.delta.sparse import Delta
 from jaxrl_sync.transfer.lazy import DeviceShards
 from jaxrl_sync.transfer.payload.entries import Entries, compare
 from jaxrl_sync.transfer.payload.inverse import Changes, Key, Local
+from jaxrl_sync.transfer.payload.settings import sender_room_bytes
 from jaxrl_sync.transfer.version import Version
-
-LEAST_ROOM = 1 << 20
-"""Bytes of differences that are kept for users that lag behind, however small the export is."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -161,7 +159,7 @@ class Differences:
             self._baseline, self._steps = None, []
             return
         assert self._baseline is not None
-        room = max(LEAST_ROOM, sum(self._baseline.parts[k].nbytes for k in self._followed) // 2)
+        room = sender_room_bytes(sum(self._baseline.parts[k].nbytes for k in self._followed))
         lags = [u.version for u in self._users.values()]
         while self._steps:
             base = self._steps[0].base

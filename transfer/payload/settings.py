@@ -23,8 +23,21 @@ FRAME = "frame"
 RETRY = 16
 """Versions after which ``auto`` looks again at a payload that had lost."""
 
+LEAST_ROOM_BYTES = 1 << 20
+"""Changes and frames of so many bytes are kept however small the edge is."""
+
 MEMORY_TRANSPORTS = ("shm",)
 """Where a full copy runs at the speed of memory: comparing reads as much as copying does."""
+
+
+def sender_room_bytes(nbytes: int) -> int:
+    """So much may the changes take that a sender keeps of an edge of ``nbytes``, and so much its frames."""
+    return max(nbytes // 2, LEAST_ROOM_BYTES)
+
+
+def receiver_room_bytes(nbytes: int) -> int:
+    """So much may the changes take that a receiver keeps of an edge of ``nbytes``, and a relay's frames."""
+    return max(nbytes // 4, LEAST_ROOM_BYTES)
 
 
 @dataclasses.dataclass(frozen=True)

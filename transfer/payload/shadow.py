@@ -24,10 +24,8 @@ from jaxrl_sync.transfer.payload.sections import (
     sections_of,
     subtract_digests,
 )
+from jaxrl_sync.transfer.payload.settings import receiver_room_bytes
 from jaxrl_sync.transfer.version import Version
-
-KEPT_SHARE = 4
-"""Kept changes take at most one part in this many of the edge's bytes."""
 
 
 class SlotLike(Protocol):
@@ -224,7 +222,7 @@ class Shadow:
         held = set(self._content.values())
         first = next((i for i, k in enumerate(kept) if k.base in held), len(kept))
         kept = kept[first:]
-        limit = max(self._edge.total_bytes // KEPT_SHARE, 1 << 20)
+        limit = receiver_room_bytes(self._edge.total_bytes)
         self._kept = kept if sum(k.nbytes for k in kept) <= limit else []
 
 
