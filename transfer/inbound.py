@@ -489,8 +489,8 @@ def take_all(pool: concurrent.futures.Executor, links: Sequence[Inbound], taking
             links[0].take(taking)
     finally:
         concurrent.futures.wait(takes)
-    for take in takes:
-        take.result()
+    while takes:  # none stays in this frame, which its error's traceback holds
+        takes.pop(0).result()
 
 
 def _is_pair(value: object) -> bool:

@@ -22,12 +22,7 @@ from jaxrl_sync.transfer.agreement import HUB_GRACE_S as HUB_GRACE_S
 from jaxrl_sync.transfer.brought import prepared_by
 from jaxrl_sync.transfer.clean import remove_stale
 from jaxrl_sync.transfer.config import SubscriberConfig
-from jaxrl_sync.transfer.errors import (
-    MismatchError,
-    PeerLost,
-    ResourceError,
-    TransferError,
-)
+from jaxrl_sync.transfer.errors import MismatchError, PeerLost, ResourceError, TransferError
 from jaxrl_sync.transfer.holding import Holding
 from jaxrl_sync.transfer.hub.client import HubClient, HubRefused, Member
 from jaxrl_sync.transfer.hub.state import version_json
@@ -301,7 +296,9 @@ class Subscriber:
             except HubRefused as error:
                 if error.code not in ("round_over", "unknown_round"):
                     raise
-                offer = self._other(offer, deadline, error)
+                if (other := self._other(offer, deadline, error)) is None:
+                    raise
+                offer = other
                 continue
             try:
                 with self._changed:
@@ -313,7 +310,9 @@ class Subscriber:
             except Gone as error:
                 logger.warning("%s; waiting up to %.1f s for another", error, deadline - time.monotonic())
                 self._give_up(offer, error)
-                offer = self._other(offer, deadline, error)
+                if (other := self._other(offer, deadline, error)) is None:
+                    raise
+                offer = other
                 continue
             except BaseException as error:
                 with self._changed:
@@ -357,8 +356,8 @@ class Subscriber:
                 self._stats.quarantined += 1
                 self._state = receiving.released(self._state, index, kept)
 
-    def _other(self, offer: Offer, deadline: float, cause: TransferError) -> Offer:
-        """The offer that took the place of ``offer``; the cause when none comes in time.
+    def _other(self, offer: Offer, deadline: float, cause: TransferError) -> Offer | None:
+        """The offer that took the place of ``offer``, which ended by ``cause``; None when none comes in time.
 
         Of a version that its publisher no longer has, no new round will do.
         """
@@ -369,7 +368,7 @@ class Subscriber:
                 fresh = found is not None and found.round != offer.round and found.version != useless
                 left = deadline - time.monotonic()
                 if left <= 0 or self._closed.is_set():
-                    raise cause  # an offer that is there now comes too late for this call
+                    return None  # an offer that is there now comes too late for this call
                 if found is not None and fresh and self._watching.can_take(found):
                     return found
                 self._changed.wait(min(left, 1.0))

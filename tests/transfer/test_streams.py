@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import gc
 import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,6 +23,7 @@ from jaxrl_sync.sharding import kernels as kernels_module
 from jaxrl_sync.sharding.native import kernels
 from jaxrl_sync.transfer import wire
 from jaxrl_sync.transfer.errors import DeadlineError, PeerLost, ProtocolError
+from jaxrl_sync.transfer.inbound import Inbound, take_all
 from jaxrl_sync.transfer.placement import Terms, split
 from jaxrl_sync.transfer.transports import tcp
 from jaxrl_sync.transfer.transports.pinned import Pinned, Table
@@ -186,6 +192,49 @@ def test_a_peer_that_closes_in_the_middle_is_named_on_both_sides(lanes: list[Pai
     receiver.expect("r")
     with pytest.raises(PeerLost):
         receiver.receive(target, time.monotonic() + 5)
+
+
+def test_an_error_keeps_no_memory_once_it_is_handled(lanes: list[Pair]) -> None:
+    """In a cycle with its own traceback it held the slot until the collector ran."""
+    _, receiver = ends(lanes, Terms("tcp", "", 0, 4096))
+    receiver.expect("r")
+    _, target = shards(0)
+    slot = weakref.ref(target)
+    gc.collect()
+    gc.disable()
+    try:
+        for left, _ in lanes:
+            left.close()
+        with contextlib.suppress(PeerLost):
+            receiver.receive(target, time.monotonic() + 5)
+        del target
+        assert slot() is None
+    finally:
+        gc.enable()
+
+
+def test_edges_that_fail_side_by_side_leave_nothing_behind() -> None:
+    class Link:
+        def take(self, taking: Any) -> None:
+            raise PeerLost("the sender is gone")
+
+    class Round:
+        """What is taken."""
+
+    taking: Any = Round()
+    memory, links = weakref.ref(taking), [cast(Inbound, Link()) for _ in range(3)]
+    gc.collect()
+    gc.disable()
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            for first in (0, 1):  # the caller's own edge fails, or those of the pool alone
+                some: Any = links if not first else [SimpleNamespace(take=lambda taking: None), *links]
+                with contextlib.suppress(PeerLost):
+                    take_all(pool, some, taking)
+        del taking
+        assert memory() is None
+    finally:
+        gc.enable()
 
 
 def test_who_waits_for_another_threads_turn_has_a_deadline_too(pair: Pair) -> None:

@@ -75,3 +75,15 @@ def counted(moved: Moved) -> Moved:
 def remaining(deadline: float) -> float:
     """Seconds until ``deadline`` on the monotonic clock, at least a millisecond."""
     return max(0.001, deadline - time.monotonic())
+
+
+def raise_first(errors: list[BaseException]) -> None:
+    """Raise the first of errors that threads left here, if there is one, and empty the list.
+
+    In a cycle with its own traceback an error would keep a slot's memory until the collector runs.
+    """
+    try:
+        if errors:
+            raise errors[0]
+    finally:
+        errors.clear()

@@ -27,7 +27,7 @@ from jaxrl_sync.sharding import Edge
 from jaxrl_sync.sharding.native import kernels
 from jaxrl_sync.transfer.errors import DeadlineError, PeerLost, ProtocolError
 from jaxrl_sync.transfer.placement import Terms, split
-from jaxrl_sync.transfer.transports.base import Moved, Shards, counted, remaining
+from jaxrl_sync.transfer.transports.base import Moved, Shards, counted, raise_first, remaining
 from jaxrl_sync.transfer.transports.parts import WHOLE, Flow, Part, cut
 from jaxrl_sync.transfer.transports.pinned import Pinned, pinned_stream
 from jaxrl_sync.transfer.transports.windows import Direct, Place, Side, Window, segments, windows
@@ -152,8 +152,7 @@ class _Lanes:
             raise PeerLost(f"the edge to {self.connections[0].peer} was closed on this side") from error
         lane(0)
         concurrent.futures.wait(futures)
-        if errors:
-            raise errors[0]
+        raise_first(errors)
 
     def move(self, lane: int, segment: Direct, shards: Pinned, piece: Callable[..., int]) -> None:
         """A direct segment, piece by piece, over a descriptor of our own: others may close the lane."""
