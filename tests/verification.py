@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -43,8 +43,29 @@ class Row:
 
 def is_chosen(seed: str, nodeid: str, share: float) -> bool:
     """Whether the seed takes this test into the share: a hash of both, as a number below 1, is below it."""
-    digest = hashlib.sha256(f"{seed}\n{nodeid}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64 < share
+    return _draw(seed, nodeid) < share
+
+
+def choose(seed: str, shares: Mapping[str, float]) -> set[str]:
+    """Of these tests (node id to share) those that the seed takes: of each function nearly its share.
+
+    Of a function with n cases ``share * n`` are taken on average, and one more or less at most: the time of a
+    run hardly depends on the seed, and each case has its turn.
+    """
+    cases = collections.defaultdict(list)
+    for nodeid in shares:
+        cases[function_of(nodeid)].append(nodeid)
+    chosen: set[str] = set()
+    for function, nodeids in cases.items():
+        wanted = int(sum(shares[n] for n in nodeids) + _draw(seed, function))
+        chosen.update(sorted(nodeids, key=lambda n: _draw(seed, n))[:wanted])
+    return chosen
+
+
+def _draw(seed: str, text: str) -> float:
+    """A number from 0 to below 1."""
+    digest = hashlib.sha256(f"{seed}\n{text}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def function_of(nodeid: str) -> str:

@@ -34,11 +34,15 @@ def test_every_test_marked_full_has_a_row_of_its_last_run() -> None:
 
 
 def test_the_seeded_share_is_fair_and_repeatable() -> None:
-    names = [f"tests/x/test_y.py::test_z[{i}]" for i in range(2000)]
-    first = [n for n in names if verification.is_chosen("seed a", n, 0.15)]
-    assert first == [n for n in names if verification.is_chosen("seed a", n, 0.15)]
-    assert 200 < len(first) < 400
-    assert first != [n for n in names if verification.is_chosen("seed b", n, 0.15)]
+    many = {f"tests/x/test_y.py::test_z[{i}]": 0.1 for i in range(20)}
+    seeds = [f"seed {n}" for n in range(200)]
+    taken = [verification.choose(seed, many) for seed in seeds]
+    assert taken == [verification.choose(seed, many) for seed in seeds]
+    assert {len(t) for t in taken} == {2}, "of twenty cases a tenth, whatever the seed"
+    assert set().union(*taken) == set(many)
+    alone = sum(len(verification.choose(seed, {"tests/x/test_y.py::test_w": 0.1})) for seed in seeds)
+    assert 5 < alone < 40
+    assert not any(verification.choose(seed, dict.fromkeys(many, 0.0)) for seed in seeds)
 
 
 def test_the_page_of_long_sizes_survives_a_round_trip() -> None:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.slow
 @pytest.mark.invariant(39)
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("seconds", [30, pytest.param(300, marks=pytest.mark.full(shared=False))])
+@pytest.mark.parametrize("seconds", [30, pytest.param(300, marks=pytest.mark.full(share=0))])
 def test_mutations_of_sound_frames(seconds: float) -> None:
     """Also under the address sanitizer, where the C coders are then instrumented."""
     tried, taken = hostile.run(seconds, seed=int(os.environ.get("JAXRL_SYNC_FUZZ_SEED", "0")))
@@ -29,7 +29,7 @@ def test_mutations_of_sound_frames(seconds: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("seconds", [30, pytest.param(300, marks=pytest.mark.full(shared=False))])
+@pytest.mark.parametrize("seconds", [30, pytest.param(300, marks=pytest.mark.full(share=0))])
 @pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="needs atheris")
 @pytest.mark.skipif("JAXRL_SYNC_SANITIZED" in os.environ, reason="libFuzzer brings its own sanitizer")
 def test_coverage_guided_fuzzing(seconds: int) -> None:

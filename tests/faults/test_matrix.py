@@ -18,6 +18,9 @@ from tests.faults.strike import check_counted, check_leaks, run_broken, run_stri
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
+SHARE = 0.075
+"""Of the cases in a plain run: each takes some seconds of real time."""
+
 
 class Standing:
     """The fleet of this module, started when it is first needed and anew after a failure."""
@@ -81,41 +84,41 @@ def test_every_edge_uses_its_transport_and_the_proxy_counts_its_bytes(fleet: Fle
     check_leaks(fleet)
 
 
-@pytest.mark.full
+@pytest.mark.full(share=SHARE)
 @strikes("hub")
 def test_the_hub_is_struck(fleet: Fleet, case: Strike) -> None:
     struck(fleet, case)
 
 
-@pytest.mark.full
+@pytest.mark.full(share=SHARE)
 @pytest.mark.invariant(32)
 @strikes("trainer")
 def test_a_rank_of_the_trainer_is_struck(fleet: Fleet, case: Strike) -> None:
     struck(fleet, case)
 
 
-@pytest.mark.full
+@pytest.mark.full(share=SHARE)
 @pytest.mark.invariant(31)
 @strikes("one", "pair", "local")
 def test_an_engine_is_struck_in_its_round(fleet: Fleet, case: Strike) -> None:
     struck(fleet, case)
 
 
-@pytest.mark.full
+@pytest.mark.full(share=SHARE)
 @pytest.mark.invariant(32)
 @strikes("relay")
 def test_a_source_is_struck_in_its_readers_round(fleet: Fleet, case: Strike) -> None:
     struck(fleet, case)
 
 
-@pytest.mark.full
+@pytest.mark.full(share=SHARE)
 @pytest.mark.invariant(33)
 @strikes("two")
 def test_an_engine_is_struck_in_another_ones_round(fleet: Fleet, case: Strike) -> None:
     struck(fleet, case)
 
 
-@pytest.mark.full
+@pytest.mark.full(share=SHARE)
 @pytest.mark.invariant(33)
 @pytest.mark.parametrize("case", BROKEN, ids=[case.name for case in BROKEN])
 def test_connections_are_broken(fleet: Fleet, case: Broken) -> None:
