@@ -87,7 +87,7 @@ class Inbound:
         """Whether the last round may have written the slot."""
         self._told: dict[str, float] = {}
         self._applied: list[tuple[Shadow, Applied]] = []
-        self._arrived = "", 0.0
+        self._times_of, self._times = "", dict[str, float]()
         self._round_lock = threading.Lock()
         self._in_round = False
         self._config = config
@@ -220,6 +220,7 @@ class Inbound:
             raise DeadlineError(f"the link to {self.peer} is busy")
         self._in_round, self.touched, self.unconfirmed = True, True, True
         self._applied = []
+        start, self._times_of, self._times = time.monotonic(), offer.round, {}
         base = self.shadow.base(serving) if not taking.have else None
         self._connection.send(self._ready(taking, base), timeout_s=remaining(deadline))
         answer = self._next(offer, deadline)
@@ -253,6 +254,7 @@ class Inbound:
         self.brought = Brought(FULL, self.edge.total_bytes - resumed, moved=moved, resumed=resumed)
         if frames:
             self._apply(frames, shadows, taking)
+        self._times["round_s"] = time.monotonic() - start
 
     def _ready(self, taking: Taking, base: Version | None) -> dict[str, Any]:
         numbers = {p: n for n, p in enumerate(self._opening.paths)}
@@ -276,11 +278,11 @@ class Inbound:
         except PeerLost as error:
             raise PeerLost(self._last_words() or str(error)) from error
         if isinstance(self._receiver, TcpReceiver):  # with the others it is the sender that writes
-            self._arrived = taking.offer.round, time.monotonic() - start
+            self._times["arrive_s"] = time.monotonic() - start
 
-    def arrive_s(self, offer: Offer) -> float:
-        """Seconds in which the bytes of a round came in over this link; 0 where none did."""
-        return self._arrived[1] if self._arrived[0] == offer.round else 0.0
+    def times(self, offer: Offer) -> dict[str, float]:
+        """Seconds of this round: until its bytes were in (tcp, frames), and from `ready` until verified."""
+        return dict(self._times) if self._times_of == offer.round else {}
 
     def _last_words(self) -> str:
         """Why the sender ended the round, where it still said so."""
@@ -328,7 +330,7 @@ class Inbound:
             shadow.catch_up(taking.slot, taking.serving)
         start = time.monotonic()
         data = self._receive_frame(begin.get("bytes"), taking.deadline)
-        self._arrived = taking.offer.round, time.monotonic() - start
+        self._times["arrive_s"] = time.monotonic() - start
         told, wish = begin.get("passed"), taking.wish
         if told is not None and wish is not None:
             return parted(told, data, wish.plan, wish.base, sorted(shadows))
@@ -386,6 +388,7 @@ class Inbound:
         self.shadow.holds(slot.generation, offer.version)
         taking.passing.verified(found or {})
         seconds = {**self._told, "verify": time.monotonic() - start}
+        self._times["round_s"] += seconds["verify"]
         self.brought = dataclasses.replace(self.brought, seconds=seconds)
 
     def _counted(self, slot: Slot) -> list[tuple[Shadow, Digests | None]]:

@@ -121,8 +121,7 @@ class Outbound:
                 seconds = {**sent.seconds, **seconds_of(message.get("seconds"))}
                 result = dataclasses.replace(sent, state="installed", seconds=seconds)
                 if self._use_of_chain is not None:
-                    arrive_s = seconds_of({"arrive": message.get("arrive_s")}).get("arrive", 0.0)
-                    self._use_of_chain.confirmed(version, seconds.get("apply", 0.0), sent.nbytes, arrive_s)
+                    self._use_of_chain.confirmed(version, sent.nbytes, seconds_of(message.get("times")))
                 self._owner.installed(self.key, version, result)
             case "gave_up":
                 detail = str(message.get("reason"))
@@ -353,7 +352,7 @@ class Outbound:
         seconds = {"wire": wire_s, "encode": encoded.encode_s, "queue": self._queue_s}
         seconds["compare"] = encoded.compare_s
         self._say({"kind": "sums", "round": round_id, "digests": digests, "seconds": seconds})
-        self._use_of_chain.sent_frame(encoded, wire_s)
+        self._use_of_chain.sent_frame(version, encoded, wire_s)
         name, density = self._sender.name, encoded.density
         outcome = RankOutcome("pending", "", name, size, seconds, FRAME, encoded.coding, density)
         return dataclasses.replace(outcome, compared=encoded.compared)
@@ -374,7 +373,7 @@ class Outbound:
         reading.confirm(deadline)
         digests = reading.digests if self._owner.config.verify else {}
         if self._use_of_chain is not None:
-            self._use_of_chain.handed_on()
+            self._use_of_chain.handed_on(version)
         seconds = {"wire": wire_s, "queue": self._queue_s}
         self._say({"kind": "sums", "round": ready.get("round"), "digests": digests, "seconds": seconds})
         return RankOutcome("pending", "", self._sender.name, len(data), seconds, FRAME)

@@ -487,7 +487,7 @@ class Subscriber:
         seconds.pop("wire", None)  # the sender's own count
         message = {"kind": "installed", "round": offer.round, "version": version_json(offer.version)}
         for link in self._links.all:
-            link.tell({**message, "seconds": seconds, "arrive_s": link.arrive_s(offer)}, SWAP_TELL_S)
+            link.tell({**message, "seconds": seconds, "times": link.times(offer)}, SWAP_TELL_S)
         edges = list(report.edges) if report is not None else []
         told = {"edges": edges, "seconds": {"swap": seconds["swap"]}}
         self._watching.report(lambda: self._advance(offer, "installed", report=told))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -107,16 +108,16 @@ def test_times_that_can_not_be_are_not_believed(
     params = trainer_params()
     publisher = rig.publisher(params, "tcp", payload=SPARSE)
     engine = rig.subscriber("a", "tcp")
-    heard, real = list[float](), Use.confirmed
+    heard, real = list[Any](), Use.confirmed
 
-    def confirmed(use: Use, about: Any, apply_s: float, nbytes: int = 0, arrive_s: float = 0.0) -> None:
-        heard.append(arrive_s)
-        real(use, about, apply_s, nbytes, arrive_s)
+    def confirmed(use: Use, about: Any, nbytes: int, times: Mapping[str, float]) -> None:
+        heard.append(times)
+        real(use, about, nbytes, times)
 
     monkeypatch.setattr(Use, "confirmed", confirmed)
-    monkeypatch.setattr(Inbound, "arrive_s", lambda link, offer: told)
+    monkeypatch.setattr(Inbound, "times", lambda link, offer: {"arrive_s": told, "round_s": told})
     assert publisher.publish(params, version(0)) and taken(engine, params)
-    until(lambda: heard == [0.0])
+    until(lambda: heard == [{}])
     publisher.publish(params, version(1))
     assert taken(engine, params).payload == "frame"  # the link goes on
 

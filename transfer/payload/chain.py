@@ -22,7 +22,8 @@ from jaxrl_sync.transfer.payload.baseline import Baseline, Packing, baseline_for
 from jaxrl_sync.transfer.payload.entries import Entries, union
 from jaxrl_sync.transfer.payload.places import Places
 from jaxrl_sync.transfer.payload.sections import Digests, sections_of
-from jaxrl_sync.transfer.payload.settings import Form, PayloadSettings, Seen, sender_room_bytes
+from jaxrl_sync.transfer.payload.seen import Seen
+from jaxrl_sync.transfer.payload.settings import Form, PayloadSettings, sender_room_bytes
 from jaxrl_sync.transfer.transports.base import Shards
 from jaxrl_sync.transfer.version import Version
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Literal
 
 from jaxrl_sync.sharding import Edge
 from jaxrl_sync.transfer.payload.chain import Chain, Encoded
@@ -13,6 +14,7 @@ from jaxrl_sync.transfer.transports.base import Shards
 from jaxrl_sync.transfer.version import Version
 
 _Key = tuple[str, int, str]
+Kind = Literal["full", "frame"]
 
 
 class Chains:
@@ -85,6 +87,9 @@ class Use:
         self._link = link
         self._settings = settings
         self._since_anchor = 0
+        self._going: tuple[Version | None, Kind | None] = None, None
+        self._before: tuple[Version | None, Kind | None] = None, None
+        self._timed = False
 
     def may_follow(self, base: Version | None, version: Version) -> bool:
         """Whether a frame from ``base`` is likely to be sent for ``version`` once all of it is here."""
@@ -106,28 +111,40 @@ class Use:
     ) -> None:
         """An anchor is out: the next version may be a frame on it. ``digests`` where they were counted."""
         self._since_anchor = 0
-        self.chain.seen.full(nbytes, wire_s)
+        self.chain.seen.sent(nbytes, wire_s)
+        self._goes(version, "full" if nbytes == self.chain.edge.total_bytes else None)
         if self._settings.kind != "auto" or self.chain.seen.base_wanted:
             self.chain.anchor(version, sources, digests)
 
-    def sent_frame(self, encoded: Encoded, wire_s: float) -> None:
+    def sent_frame(self, version: Version, encoded: Encoded, wire_s: float) -> None:
         """A frame is out."""
         self._since_anchor += 1
-        self.chain.seen.frame(len(encoded.data), wire_s, encoded.encode_s)
+        self.chain.seen.sent(len(encoded.data), wire_s)
+        self._goes(version, "frame")
 
-    def handed_on(self) -> None:
-        """A frame is out that somebody else made."""
+    def handed_on(self, version: Version) -> None:
+        """A frame is out that somebody else made: what its round costs says nothing of those made here."""
         self._since_anchor += 1
+        self._goes(version, None)
+
+    def _goes(self, version: Version, kind: Kind | None) -> None:
+        self._before, self._going = self._going, (version, kind)
 
     @property
     def anchor_due(self) -> bool:
         """Whether as many frames as there may be have followed one another."""
         return 0 < self._settings.anchor_every <= self._since_anchor
 
-    def confirmed(self, version: Version, apply_s: float, nbytes: int = 0, arrive_s: float = 0.0) -> None:
-        """The receiver serves ``version``, of which it took in ``nbytes`` from here in ``arrive_s``."""
+    def confirmed(self, version: Version, nbytes: int = 0, times: Mapping[str, float] | None = None) -> None:
+        """The receiver serves ``version``. Of that it took in ``nbytes`` from here in ``arrive_s`` of
+        ``times``, and its round took ``round_s`` in all, as far as they are known."""
+        seen, (sent, kind), (_, before) = self.chain.seen, self._going, self._before
+        arrive_s, round_s = ((times or {}).get(k, 0.0) for k in ("arrive_s", "round_s"))
         if arrive_s > 0:
-            self.chain.seen.arrived(nbytes, arrive_s)
-        if apply_s > 0:
-            self.chain.seen.applied(apply_s)
+            seen.arrived(nbytes, arrive_s)
+        if round_s > 0 and sent == version and kind == "full":
+            seen.full(round_s, first=not self._timed)
+            self._timed = True
+        elif round_s > 0 and sent == version and kind == "frame":
+            seen.frame(round_s, after_full=before != "frame")
         self.chain.confirm(self._link, version)
