@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jaxrl_sync.sharding.rank_plan import RankPlan as RankPlan
     from jaxrl_sync.sharding.resharding import make_pool as make_pool
     from jaxrl_sync.sharding.resharding import reshard as reshard
+    from jaxrl_sync.sharding.shardings import placed as placed
     from jaxrl_sync.sharding.slots import SlotLayout as SlotLayout
     from jaxrl_sync.sharding.topology import Policy as Policy
     from jaxrl_sync.sharding.topology import Topology as Topology
@@ -49,6 +50,7 @@ _HOME = {
     "RankPlan": "rank_plan",
     "make_pool": "resharding",
     "reshard": "resharding",
+    "placed": "shardings",
     "SlotLayout": "slots",
     "trace": "tracing",
     "Policy": "topology",
@@ -75,6 +77,7 @@ __all__ = [
     "UserError",
     "copies_digest",
     "make_pool",
+    "placed",
     "plan",
     "reshard",
     "state_digest",

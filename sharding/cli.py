@@ -19,12 +19,16 @@ from jaxrl_sync.sharding.describe import seconds, traffic
 from jaxrl_sync.sharding.errors import MappingError, UserError
 from jaxrl_sync.sharding.layout import Layout, Placement, TensorLayout
 from jaxrl_sync.sharding.paper import PaperMesh, layout, split_first
+from jaxrl_sync.sharding.paths import nearest
 from jaxrl_sync.sharding.planning import Plan, plan
 from jaxrl_sync.sharding.presets import family
 from jaxrl_sync.sharding.presets.catalog import MODELS, model
 from jaxrl_sync.sharding.relays import relay
 from jaxrl_sync.sharding.topology import GIGABIT, Policy, Topology
 from jaxrl_sync.sharding.tracing import trace
+
+TRAINER_AXES = ("dp", "fsdp", "tp", "ep", "pp")
+ENGINE_AXES = ("tp", "ep", "dp")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,19 +53,28 @@ def parser() -> argparse.ArgumentParser:
 
 def paper_source(cfg: family.FamilyConfig, mesh: PaperMesh) -> Layout:
     """The trainer's fp32 tree: layers and experts unsplit, all axes on the first dimension that divides."""
+    shapes = family.trainer_shapes(cfg)
+    _check_axes("--source", "trainers", mesh, TRAINER_AXES, next(iter(shapes)))
     placed = {}
-    for path, shape in family.trainer_shapes(cfg).items():
+    for path, shape in shapes.items():
         skip = 2 if "/experts/" in path else 1 if "/" in path else 0
-        placed[path] = mesh.placement(shape, split_first(mesh, shape, skip))
+        placed[path] = mesh.placement(shape, split_first(mesh, shape, skip), path=path)
     return layout(placed, "float32")
+
+
+def _check_axes(option: str, who: str, mesh: PaperMesh, known: tuple[str, ...], path: str) -> None:
+    for name in mesh.sizes:
+        if name not in known:
+            raise MappingError(
+                f"{option}: unknown axis {name!r}{nearest(name, known)}, for {path!r} first; "
+                f"{who} have {', '.join(known[:-1])} and {known[-1]}"
+            )
 
 
 def paper_target(cfg: family.FamilyConfig, mesh: PaperMesh, corr: Correspondence) -> Layout:
     """The engine's tree: ``tp`` on heads and hidden units, ``ep`` on experts, all else replicated."""
     sizes = mesh.sizes
-    extra = sorted(set(sizes) - {"tp", "ep", "dp"})
-    if extra:
-        raise MappingError(f"--target: unknown axis {extra[0]!r}; engines have tp, ep and dp")
+    _check_axes("--target", "engines", mesh, ENGINE_AXES, next(iter(corr.tensors)))
     tp, ep = sizes.get("tp", 1), sizes.get("ep", 1)
 
     def place(path: str, shape: tuple[int, ...]) -> Placement:
@@ -72,7 +85,7 @@ def paper_target(cfg: family.FamilyConfig, mesh: PaperMesh, corr: Correspondence
         if path.endswith(("experts_gate_up", "experts_down")) and "ep" in sizes:
             spec[0] = "ep"
         only = {"ep": expert * ep // cfg.num_experts} if expert is not None and "ep" in sizes else None
-        return mesh.placement(shape, tuple(spec), only)
+        return mesh.placement(shape, tuple(spec), only, path)
 
     return Layout({p: TensorLayout(t.dtype, place(p, t.shape)) for p, t in corr.tensors.items()})
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
 from jaxrl_sync.sharding import codec
 from jaxrl_sync.sharding.box import Box, overlap_of
@@ -146,6 +146,8 @@ def _named_boxes(shape: tuple[int, ...], sharding: NamedSharding) -> dict[Any, B
 
     ``NamedSharding.devices_indices_map`` refuses those; a compiler that pads uses the same rule.
     """
+    if len(sharding.spec) > len(shape):
+        raise MappingError(f"{sharding.spec} has {len(sharding.spec)} entries, the tensor rank {len(shape)}")
     spec = (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
     mesh = sharding.mesh
     axes = [
@@ -204,10 +206,11 @@ class Layout(Mapping[str, TensorLayout]):
         tensors = {}
         for path, leaf in leaves_by_path(tree, "Layout.of").items():
             sharding = getattr(leaf, "sharding", None)
-            if sharding is None:
+            if not isinstance(sharding, Sharding):
+                found = "a sharding" if sharding is None else f"a mesh (its sharding is {sharding!r})"
                 raise MappingError(
-                    f"Layout.of: leaf {path!r} is a {type(leaf).__name__} without a sharding; "
-                    "give a jax.Array or a jax.ShapeDtypeStruct with sharding="
+                    f"Layout.of: leaf {path!r} is a {type(leaf).__name__} without {found}; "
+                    "give a jax.Array or a jax.ShapeDtypeStruct with sharding=NamedSharding(mesh, spec)"
                 )
             key = (tuple(leaf.shape), sharding)
             if key not in cache:

@@ -46,10 +46,23 @@ class PaperMesh:
         return dict(self.axes)
 
     def placement(
-        self, shape: tuple[int, ...], spec: Spec, only: Mapping[str, int] | None = None
+        self, shape: tuple[int, ...], spec: Spec, only: Mapping[str, int] | None = None, path: str = ""
     ) -> Placement:
-        """Shards of one tensor; ``only`` keeps the devices at these positions of some axes."""
+        """Shards of one tensor; ``only`` keeps the devices at these positions of some axes.
+
+        An axis that the mesh lacks is a `MappingError` that names it and the tensor, ``path``.
+        """
+        for name in itertools.chain(*map(_names, spec), only or ()):
+            if name not in self.sizes:
+                raise MappingError(
+                    f"{f'{path!r} ' if path else ''}{shape}: spec {spec} names axis {name!r}; "
+                    f"the mesh has {', '.join(map(repr, self.sizes))}"
+                )
         return _placement(self, shape, spec, tuple(sorted((only or {}).items())))
+
+
+def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else entry or ()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -57,10 +70,7 @@ def _placement(
     mesh: PaperMesh, shape: tuple[int, ...], spec: Spec, only: tuple[tuple[str, int], ...]
 ) -> Placement:
     sizes, fixed = mesh.sizes, dict(only)
-    parts = [() if s is None else (s,) if isinstance(s, str) else s for s in (*spec, *(None,) * len(shape))]
-    for name in itertools.chain(*parts, fixed):
-        if name not in sizes:
-            raise MappingError(f"spec {spec} names axis {name!r}; the mesh has {', '.join(sizes)}")
+    parts = [_names(s) for s in (*spec, *(None,) * len(shape))]
     shards = []
     for device, position in enumerate(itertools.product(*(range(n) for _, n in mesh.axes))):
         at = dict(zip(sizes, position, strict=True))

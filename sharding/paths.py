@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -25,10 +25,12 @@ def path_name(keys: tuple[Any, ...]) -> str:
     return "/".join(_key_name(k) for k in keys)
 
 
-def leaves_by_path(tree: Any, what: str = "tree") -> dict[str, Any]:
+def leaves_by_path(
+    tree: Any, what: str = "tree", is_leaf: Callable[[Any], bool] | None = None
+) -> dict[str, Any]:
     """Path -> leaf in the tree's own order. Two leaves of one name are a `MappingError`."""
     named: dict[str, Any] = {}
-    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
         name = path_name(keys)
         if name in named:
             raise MappingError(f"{what}: two leaves are both named {name!r}")

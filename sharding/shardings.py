@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_sync.sharding.errors import MappingError
 from jaxrl_sync.sharding.layout import Layout, Placement
+from jaxrl_sync.sharding.paths import leaves_by_path, nearest
 
 
 def _primes(n: int) -> list[int]:
@@ -55,6 +56,39 @@ def _spec(placement: Placement, order: Sequence[int], grid: tuple[int, ...]) -> 
             return None
         names.append(tuple(f"a{axis}" for _, axis in weights) or None)
     return PartitionSpec(*names)
+
+
+def placed(shapes: Any, mesh: Mesh, specs: Any) -> Any:
+    """The tree of ``jax.ShapeDtypeStruct`` with a ``NamedSharding`` over ``mesh`` per leaf of ``shapes``.
+
+    ``specs``: one ``PartitionSpec`` for all leaves, or a tree of them like ``shapes``. What jax itself would
+    only say of a spec is said of the tensor: an axis that the mesh lacks or that stands there twice, more
+    entries than dimensions, a missing spec are a `MappingError` that names it.
+    """
+    named = leaves_by_path(shapes, "placed")
+    if isinstance(specs, PartitionSpec):
+        given = dict.fromkeys(named, specs)
+    else:
+        given = leaves_by_path(specs, "placed: specs", lambda x: isinstance(x, PartitionSpec))
+    for path in sorted(named.keys() ^ given.keys()):
+        lacks = "specs lack" if path in named else "shapes lack"
+        raise MappingError(f"placed: {lacks} {path!r}{nearest(path, given if path in named else named)}")
+    leaves = [_placed(path, leaf, mesh, given[path]) for path, leaf in named.items()]
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+
+def _placed(path: str, leaf: Any, mesh: Mesh, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+    axes = [a for entry in spec for a in ((entry,) if isinstance(entry, str) else entry or ())]
+    wrong = ""
+    if unknown := [a for a in axes if a not in mesh.axis_names]:
+        wrong = f"names axis {unknown[0]!r}; the mesh has {', '.join(map(repr, mesh.axis_names))}"
+    elif twice := [a for a in axes if axes.count(a) > 1]:
+        wrong = f"names axis {twice[0]!r} twice"
+    elif len(spec) > len(leaf.shape):
+        wrong = f"has {len(spec)} entries, the tensor rank {len(leaf.shape)}"
+    if wrong:
+        raise MappingError(f"placed: {path!r} {tuple(leaf.shape)}: {spec} {wrong}")
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
 
 def named_shardings(layout: Layout, devices: dict[int, Any]) -> dict[Placement, NamedSharding]:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_sync.sharding.axis_errors import axis_error
 from jaxrl_sync.sharding.correspondence import Correspondence, Leaf, TensorMap
 from jaxrl_sync.sharding.errors import MappingError
 from jaxrl_sync.sharding.exporting import Program
@@ -30,7 +31,7 @@ def trace(convert: Callable[[Any], Any], source: Any, target: Any = None) -> Cor
     ``jax.ShapeDtypeStruct``, or a `Layout` (then ``convert`` gets nested dictionaries). ``target``: the tree
     or Layout that ``convert`` must produce, or None to accept what it does. Raises `MappingError` for an
     impure function (side effects, or another program when traced again; see `purity`), positions taken from
-    data, and missing or extra tensors and other shapes or dtypes.
+    data, axes that a mesh lacks, and missing or extra tensors and other shapes or dtypes.
     """
     tree = source.shapes() if isinstance(source, Layout) else source
     for path, leaf in leaves_by_path(tree, "source").items():
@@ -57,7 +58,13 @@ def _program(convert: Callable[[Any], Any], shapes: Any) -> tuple[Any, list[str]
     """One trace: (closed jaxpr, names of its outputs)."""
 
     def fresh(tree: Any) -> Any:  # jax remembers what it traced by function; this one is new
-        return convert(tree)
+        try:
+            return convert(tree)
+        except Exception as error:
+            wrong = axis_error(error, list(leaves_by_path(tree).items()))
+            if wrong is None:
+                raise
+            raise wrong from error
 
     try:
         closed, out_tree = jax.make_jaxpr(fresh, return_shape=True)(shapes)

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl_sync.sharding.presets.lora import (
     LEAVES,
@@ -23,6 +23,7 @@ from jaxrl_sync.sharding.presets.lora import (
     fused_adapters,
     merged_kernel,
 )
+from jaxrl_sync.sharding.shardings import placed
 
 Tree = dict[str, Any]
 
@@ -258,11 +259,11 @@ def convert(
 def engine_abstract(
     cfg: DecoderConfig, mesh: Mesh, dtype: Any = jnp.bfloat16, axis: str = "tp", adapters: bool = False
 ) -> Tree:
-    """The engine tree as ``jax.ShapeDtypeStruct`` leaves with ``NamedSharding`` over ``mesh``."""
-    tp = mesh.shape[axis]
+    """The engine tree as ``jax.ShapeDtypeStruct`` leaves with ``NamedSharding`` over ``mesh``.
+
+    An ``axis`` that the mesh lacks is a `MappingError`.
+    """
+    tp = mesh.shape.get(axis, 1)
     shapes = jax.eval_shape(lambda p: convert(p, cfg, tp, dtype, adapters), trainer_shapes(cfg))
-    specs = engine_specs(cfg, axis, adapters)
-    placed: Tree = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s)), shapes, specs
-    )
-    return placed
+    tree: Tree = placed(shapes, mesh, engine_specs(cfg, axis, adapters))
+    return tree
