@@ -103,14 +103,14 @@ def _at(index: tuple[int, ...], strides: tuple[int, ...]) -> int:
     return sum(i * n for i, n in zip(index, strides, strict=True))
 
 
-def gangs_of(blocks: Sequence[Block], gather: bool = True) -> list[Gang]:
-    """All blocks, simplified, gathered into gangs and cut to about SPLIT_BYTES.
+def gangs_of(blocks: Sequence[Block], gather: bool = True, alone_bytes: int = SPLIT_BYTES) -> list[Gang]:
+    """All blocks, simplified, gathered into gangs and cut to about SPLIT_BYTES, or ``alone_bytes`` if alone.
 
     Without ``gather`` they keep their order: that of the stream, if one side is one.
     """
     simple = [b for block in blocks for b in simplify(block)]
     gangs = _gather(simple) if gather else [(b,) for b in simple]
-    return [piece for gang in gangs for piece in _split(gang)]
+    return [piece for gang in gangs for piece in _split(gang, SPLIT_BYTES if len(gang) > 1 else alone_bytes)]
 
 
 def simplify(block: Block) -> list[Block]:
@@ -159,10 +159,10 @@ def _gather(blocks: Sequence[Block]) -> list[Gang]:
     return gangs
 
 
-def _split(gang: Gang) -> list[Gang]:
-    """Pieces of about SPLIT_BYTES: along the outermost axis, or along the run where there is no axis."""
+def _split(gang: Gang, piece_bytes: int) -> list[Gang]:
+    """Pieces of about ``piece_bytes``: along the outermost axis, or along the run where there is no axis."""
     block = gang[0]
-    parts = -(-block.total_bytes * len(gang) // SPLIT_BYTES)
+    parts = -(-block.total_bytes * len(gang) // piece_bytes)
     if parts <= 1:
         return [gang]
     if not block.shape:
@@ -194,12 +194,12 @@ def _split(gang: Gang) -> list[Gang]:
         for i in range(0, n, step)
     ]
     again = step == 1 and len(cut) > 1 and len(block.shape) > 1
-    return [piece for part in cut for piece in (_split_inner(part) if again else [part])]
+    return [piece for part in cut for piece in (_split_inner(part, piece_bytes) if again else [part])]
 
 
-def _split_inner(gang: Gang) -> list[Gang]:
+def _split_inner(gang: Gang, piece_bytes: int) -> list[Gang]:
     """A piece of one row of the outermost axis, cut along the next axis if it is still too big."""
-    if gang[0].total_bytes * len(gang) <= 2 * SPLIT_BYTES:
+    if gang[0].total_bytes * len(gang) <= 2 * piece_bytes:
         return [gang]
     return _split(
         tuple(
@@ -210,7 +210,8 @@ def _split_inner(gang: Gang) -> list[Gang]:
                 target_strides=b.target_strides[1:],
             )
             for b in gang
-        )
+        ),
+        piece_bytes,
     )
 
 

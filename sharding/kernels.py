@@ -15,7 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxrl_sync.sharding import numpy_copies
-from jaxrl_sync.sharding.blocks import Block, IntArray, Piece, extents, gangs_of, pieces_of, table_of
+from jaxrl_sync.sharding.blocks import (
+    SPLIT_BYTES,
+    Block,
+    IntArray,
+    Piece,
+    extents,
+    gangs_of,
+    pieces_of,
+    table_of,
+)
 from jaxrl_sync.sharding.digests import Digest, Sums, add_digests
 from jaxrl_sync.sharding.digests import copies_digest as copies_digest
 from jaxrl_sync.sharding.digests import state_digest as state_digest
@@ -32,6 +41,9 @@ STREAM: Key = (-1, "stream")
 
 STREAMING_BYTES = 8 << 20
 """From this size on a table bypasses the caches when it writes: the result would not stay in them anyway."""
+
+NUMPY_BYTES = 16 << 20
+"""In numpy, blocks that are alone are cut to about this size; smaller tables into 32."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -167,25 +179,30 @@ class CopyTable:
         threads: int = 1,
     ) -> None:
         """The same in numpy; buffers in order of `source_keys` and `target_keys`."""
-        self.copy_into(source, self.numpy_targets(target), threads)
+        targets = self.numpy_targets(target)
+        numpy_copies.execute(self._batches, lambda side: side.view(source), targets, threads)
 
-    def numpy_targets(self, target: Sequence[Bytes]) -> list[npt.NDArray[Any]]:
-        """The view of each copy's target, for `copy_into`."""
-        return [to.view(target) for to, _ in self._specs]
+    def numpy_targets(self, target: Sequence[Bytes]) -> numpy_copies.Targets:
+        """The view of each copy's target, for `execute_numpy_at`."""
+        return numpy_copies.targets_of(self._batches, target)
 
-    def copy_into(
-        self, source: Sequence[Bytes], targets: Sequence[npt.NDArray[Any]], threads: int = 1
+    def execute_numpy_at(
+        self, sources: Sequence[int], targets: numpy_copies.Targets, threads: int = 1
     ) -> None:
-        """`execute_numpy` with target views that were made once."""
-        numpy_copies.execute(self._specs, source, targets, threads)
+        """`execute_at` in numpy, with target views that were made once."""
+        if len(sources) != len(self.source_keys):
+            raise MappingError("execute_numpy_at needs one address per key")
+        numpy_copies.execute(self._batches, lambda side: side.view_at(sources), targets, threads)
 
     def resolve_sources(self, sources: Any) -> list[Bytes]:
         """The source buffers as flat bytes, in order of `source_keys`; `MappingError` if one is missing."""
         return _resolve(self.source_keys, sources, self._source_extent, "source")
 
     @functools.cached_property
-    def _specs(self) -> list[numpy_copies.Spec]:
-        return numpy_copies.specs_of(self._blocks)
+    def _batches(self) -> list[numpy_copies.Batch]:
+        alone = min(NUMPY_BYTES, max(SPLIT_BYTES // 4, self.total_bytes // 32))
+        blocks = [p.block for p in self._pieces()]
+        return numpy_copies.batches_of(gangs_of(blocks, self._mode == "direct", alone))
 
     @functools.cached_property
     def _nothing(self) -> dict[str, Digest]:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
-import itertools
 import math
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from jaxrl_sync.sharding.blocks import ELEMENT_BYTES, Block
+from jaxrl_sync.sharding.blocks import ELEMENT_BYTES, Block, Gang
 
 INNER = 2048
 """Longest inner axis of a transposed copy: so many source lines stay in the cache until used up."""
+
+BATCH_BYTES = 1 << 20
+"""A thread takes about so much at once; of what is larger, one gang."""
+
+MEMORY = memoryview((ctypes.c_ubyte * (sys.maxsize - 1)).from_address(1))
+"""All memory as one buffer (from address 1 on: numpy takes 0 for none), for views without another array."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -34,14 +41,44 @@ class Side:
         """The view, without a copy."""
         return np.ndarray(self.shape, self.dtype, buffers[self.buffer], self.offset, self.strides)
 
+    def view_at(self, addresses: Sequence[int]) -> npt.NDArray[Any]:
+        """The view over buffers known by their addresses alone; the caller keeps the memory alive."""
+        start = addresses[self.buffer] + self.offset
+        return np.ndarray(self.shape, self.dtype, MEMORY, start - 1, self.strides)
+
 
 Spec = tuple[Side, Side]
 """Target and source of one copy."""
 
+Batch = tuple[Spec, ...]
+"""Copies that one thread does one after the other."""
 
-def specs_of(blocks: Sequence[Block]) -> list[Spec]:
-    """The views of all blocks, in elements as wide as alignment and strides allow."""
-    return [_spec(piece) for block in blocks for piece in _tiles(block)]
+Targets = list[list[npt.NDArray[Any]]]
+"""The view of each copy's target, as batches have them."""
+
+
+def batches_of(gangs: Sequence[Gang]) -> list[Batch]:
+    """The views of all blocks, in elements as wide as alignment and strides allow; large gangs first.
+
+    Then threads end at about the same time, and at the start they are away for milliseconds per copy, in
+    which Python can make the arrays of the result: a copy that ends needs the GIL for the next one, and gets
+    it from a thread that is busy with Python after 5 ms.
+    """
+    sized = [(sum(b.total_bytes for b in gang), gang) for gang in gangs]
+    sized.sort(key=lambda pair: -pair[0])
+    batches, some, held = list[Batch](), list[Spec](), 0
+    for size, gang in sized:
+        some += [_spec(piece) for block in gang for piece in _tiles(block)]
+        held += size
+        if held >= BATCH_BYTES:
+            batches.append(tuple(some))
+            some, held = [], 0
+    return [*batches, tuple(some)] if some else batches
+
+
+def targets_of(batches: Sequence[Batch], buffers: Sequence[Bytes]) -> Targets:
+    """The target views over these buffers, for `execute`."""
+    return [[to.view(buffers) for to, _ in batch] for batch in batches]
 
 
 def _tiles(block: Block) -> Iterator[Block]:
@@ -68,13 +105,16 @@ def _spec(b: Block) -> Spec:
 
 
 def execute(
-    specs: Sequence[Spec], source: Sequence[Bytes], targets: Sequence[npt.NDArray[Any]], threads: int
+    batches: Sequence[Batch],
+    source: Callable[[Side], npt.NDArray[Any]],
+    targets: Targets,
+    threads: int,
 ) -> None:
     """Runs all copies on ``threads`` threads; numpy gives up the GIL while it copies. Blocks.
 
-    ``source``: the buffers by number; ``targets``: the view of each copy's target, in order.
+    ``source``: makes the view of a copy's source.
     """
-    left = zip(specs, targets, strict=True)
+    left = zip(batches, targets, strict=True)
     lock = threading.Lock()
     errors: list[BaseException] = []
 
@@ -82,15 +122,15 @@ def execute(
         try:
             while True:
                 with lock:
-                    some = list(itertools.islice(left, 4))
-                if not some:
+                    some = next(left, None)
+                if some is None:
                     return
-                for (_, of), to in some:
-                    np.copyto(to, of.view(source))
+                for (_, of), to in zip(*some, strict=True):
+                    np.copyto(to, source(of))
         except BaseException as error:
             errors.append(error)
 
-    helpers = [threading.Thread(target=work) for _ in range(min(threads, len(specs)) - 1)]
+    helpers = [threading.Thread(target=work) for _ in range(min(threads, len(batches)) - 1)]
     for t in helpers:
         t.start()
     work()

@@ -15,6 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxrl_sync.sharding.kernels import CopyTable
 from jaxrl_sync.sharding.layout import Layout, Placement, dtype_of
 from jaxrl_sync.sharding.native import addresses, flat_bytes
+from jaxrl_sync.sharding.numpy_copies import Targets
 from jaxrl_sync.sharding.paths import leaves_by_path
 from jaxrl_sync.sharding.planning import Plan
 from jaxrl_sync.sharding.shardings import given_shardings, local_devices, named_shardings
@@ -57,7 +58,7 @@ class Pool:
         return addresses([flat_bytes(self.views[k]) for k in self.table(self._plan).target_keys])
 
     @functools.cached_property
-    def numpy_targets(self) -> list[npt.NDArray[Any]]:
+    def numpy_targets(self) -> Targets:
         """The strided views that the table writes without the C kernels, in order of its copies."""
         table = self.table(self._plan)
         return table.numpy_targets([flat_bytes(self.views[k]) for k in table.target_keys])

@@ -14,7 +14,6 @@ from typing import Any, Literal, overload
 
 import jax
 import numpy as np
-import numpy.typing as npt
 
 from jaxrl_sync.sharding.box import Box
 from jaxrl_sync.sharding.device_pool import DevicePool, device_pool
@@ -72,7 +71,7 @@ def source_views(
     return views
 
 
-def source_addresses(arrays: dict[str, Any], plan: Plan, pool: Pool) -> npt.NDArray[np.uint64]:
+def source_addresses(arrays: dict[str, Any], plan: Plan, pool: Pool) -> list[int]:
     """Where the source shards lie, in order of the pool's table, after the comparison with the plan.
 
     Like `source_views` without making an array per shard, for arrays that are all `_row_major`. The caller
@@ -89,7 +88,7 @@ def source_addresses(arrays: dict[str, Any], plan: Plan, pool: Pool) -> npt.NDAr
             reads = pool.reads[key] = tuple((order[device], place) for device, place in places)
         for i, place in reads:
             where[place] = array.addressable_data(i).unsafe_buffer_pointer()
-    return np.array(where, np.uint64)
+    return where
 
 
 def _devices_of(arrays: dict[str, Any]) -> set[Any]:
@@ -222,18 +221,14 @@ def _copy(arrays: dict[str, Any], plan: Plan, pool: Pool, threads: int) -> Calla
     """The host path, ready to run: one table of strided copies, then the one inside nodes."""
     table, inside = pool.table(plan), pool.fanout(plan)
     plain = all(d.platform == "cpu" for d in _devices_of(arrays)) and all(map(_row_major, arrays.values()))
-    if table.native and plain:
-        run = functools.partial(
-            table.execute_at, source_addresses(arrays, plan, pool), pool.addresses, threads
-        )
-    else:
-        views = source_views(arrays, plan, pool.checked)
+    if plain:
+        where = source_addresses(arrays, plan, pool)
         if table.native:
-            run = functools.partial(table.execute, views, pool.views, threads)
+            run = functools.partial(table.execute_at, np.array(where, np.uint64), pool.addresses, threads)
         else:
-            run = functools.partial(
-                table.copy_into, table.resolve_sources(views), pool.numpy_targets, threads
-            )
+            run = functools.partial(table.execute_numpy_at, where, pool.numpy_targets, threads)
+    else:
+        run = functools.partial(table.execute, source_views(arrays, plan, pool.checked), pool.views, threads)
 
     def copy() -> None:
         run()

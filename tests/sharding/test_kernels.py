@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxrl_sync.sharding import CopyTable, MappingError, digests, kernels
+from jaxrl_sync.sharding import CopyTable, MappingError, digests, kernels, numpy_copies
+from jaxrl_sync.sharding.blocks import Block
 from jaxrl_sync.sharding.native import kernels as built
 from jaxrl_sync.sharding.rank_plan import Copy
 
@@ -164,3 +165,34 @@ def test_a_table_without_elements_copies_nothing_and_a_negative_run_is_named(run
     row[4] = -1
     with pytest.raises(ValueError, match="run of -1 bytes, expected at least 0"):
         native.copy_table(row, at, to, 1, 0)
+
+
+def test_numpy_takes_large_copies_first_and_small_ones_together() -> None:
+    def block(run: int, at: int) -> Block:
+        return Block(0, 0, at, at, run, (), (), ())
+
+    small = [(block(100, 100 * i),) for i in range(50)]
+    gangs = [*small, (block(3 << 20, 5000),), (block(2 << 20, 1 << 23), block(2 << 20, 1 << 24))]
+    batches = numpy_copies.batches_of(gangs)
+    assert [len(batch) for batch in batches] == [2, 1, 50]
+    source = np.random.default_rng(0).integers(0, 256, 1 << 25, dtype=np.uint8)
+    target = np.zeros_like(source)
+    where = [source.ctypes.data]
+    targets = numpy_copies.targets_of(batches, [target])
+    numpy_copies.execute(batches, lambda side: side.view_at(where), targets, threads=3)
+    for gang in gangs:
+        for b in gang:
+            part = slice(b.source_offset, b.source_offset + b.run)
+            assert np.array_equal(target[part], source[part])
+    assert int(np.count_nonzero(target)) <= sum(b.run for gang in gangs for b in gang)
+
+
+def test_a_copy_that_fails_on_one_thread_fails_the_call() -> None:
+    batches = numpy_copies.batches_of([(Block(0, 0, 0, 0, 2 << 20, (), (), ()),)] * 4)
+    targets = numpy_copies.targets_of(batches, [np.zeros(2 << 20, np.uint8)])
+
+    def fails(side: numpy_copies.Side) -> Any:
+        raise ValueError(f"no buffer {side.buffer}")
+
+    with pytest.raises(ValueError, match="no buffer 0"):
+        numpy_copies.execute(batches, fails, targets, threads=2)
