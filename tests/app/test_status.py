@@ -242,12 +242,18 @@ def test_watching_ends_when_interrupted(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 def test_command_lines_that_can_not_be(
-    words: list[str], code: int, line: str, token_file: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    code: int,
+    line: str,
+    token_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each at once and by name: nobody waits for a hub at what is no address."""
+    monkeypatch.setattr(status_module, "ANSWER_S", 60.0)
     started = time.monotonic()
     assert main([str(token_file) if word == TOKEN else word for word in words]) == code
-    assert line in capsys.readouterr().err and time.monotonic() - started < status_module.ANSWER_S
+    assert line in capsys.readouterr().err and time.monotonic() - started < 30
 
 
 @pytest.mark.parametrize(

@@ -54,9 +54,16 @@ def sender_to(address: str | Callable[[], str], config: ConnectionConfig = FAST)
     return BatchSender(address, token=TOKEN, run_id="run", data_rank=0, config=config)
 
 
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @contextlib.contextmanager
-def training(receiver: BatchReceiver, delay_s: float = 0.0) -> Iterator[list[BatchFrame]]:
-    """A thread that trains what comes; yields the list of batches trained."""
+def training(receiver: BatchReceiver, train: Callable[[], object] = bool) -> Iterator[list[BatchFrame]]:
+    """A thread that trains what comes, each step by calling ``train``; yields the list of batches trained."""
     trained: list[BatchFrame] = []
     stop = threading.Event()
 
@@ -68,7 +75,7 @@ def training(receiver: BatchReceiver, delay_s: float = 0.0) -> Iterator[list[Bat
                 return
             if batch is not None:
                 trained.append(batch)
-                time.sleep(delay_s)
+                train()
                 step = batch.header.step
                 receiver.commit(Ack(step, "lin", step, {"loss": 0.5 * step}), batch.header.cursor)
 
@@ -102,36 +109,35 @@ def test_a_committed_step_is_acknowledged_again_and_not_trained_again() -> None:
 
 
 def test_a_break_while_training_resends_the_same_bytes_and_trains_once() -> None:
-    with receiver_at() as receiver, training(receiver, delay_s=0.6) as trained:
+    def cut() -> None:
+        broken = receiver._connection
+        assert broken is not None
+        broken.sock.shutdown(socket.SHUT_RDWR)
+        wait_until(lambda: receiver._connection not in (None, broken))
+
+    with receiver_at() as receiver, training(receiver, cut) as trained:
         with sender_to(receiver.address) as sender:
-
-            def cut() -> None:
-                time.sleep(0.2)
-                assert receiver._connection is not None
-                receiver._connection.sock.shutdown(socket.SHUT_RDWR)
-
-            cutter = threading.Thread(target=cut)
-            cutter.start()
-            ack = sender.send(1, frame_of(1), 10)
-            cutter.join()
+            ack = sender.send(1, frame_of(1), 20)
         assert (ack.step, ack.number, sender.resends) == (1, 1, 1)
         assert len(trained) == 1
 
 
 def test_an_acknowledgement_lost_on_the_way_is_given_again() -> None:
-    with receiver_at() as receiver, training(receiver, delay_s=0.3) as trained:
+    done = threading.Event()
+    with receiver_at() as receiver, training(receiver, lambda: done.wait(20)) as trained:
         with sender_to(receiver.address) as first:
             with pytest.raises(DeadlineError, match="did not commit step 1 before the deadline"):
-                first.send(1, frame_of(1), 0.1)
-            time.sleep(0.5)
-            assert first.send(1, frame_of(1), 5) == Ack(1, "lin", 1, {"loss": 0.5})
+                first.send(1, frame_of(1), 1.0)
+            done.set()
+            wait_until(lambda: receiver._state.number == 1)
+            assert first.send(1, frame_of(1), 20) == Ack(1, "lin", 1, {"loss": 0.5})
         assert len(trained) == 1
 
 
 @pytest.mark.invariant(18)
 def test_a_slow_trainer_is_no_dead_one_but_a_silent_one_is() -> None:
     with receiver_at() as receiver, sender_to(receiver.address) as sender:
-        with training(receiver, delay_s=2 * FAST.silence_s):
+        with training(receiver, lambda: time.sleep(2 * FAST.silence_s)):
             assert sender.send(1, frame_of(1), 10).step == 1
 
     with wire.listen("127.0.0.1") as silent:  # takes connections into its backlog, never answers

@@ -147,9 +147,9 @@ def test_what_is_collected_while_all_is_verified_is_not_called_wrong(
 def test_a_lease_is_kept_alive_by_a_thread(tmp_path: Path) -> None:
     with writer(tmp_path / "c") as publisher, Channel.open(tmp_path / "c", Trust()) as channel:
         write(publisher, 0)
-        with leases.ReaderLease(channel, 0.4) as lease:
+        with leases.ReaderLease(channel, 2.0) as lease:
             lease.hold(channel.manifests())
-            time.sleep(1.2)
+            time.sleep(2.5)
             assert leases.held(channel).versions == {Version("run", 0)}
         assert leases.held(channel).versions == set()
 

@@ -21,7 +21,11 @@ FULL_SCHEDULES = 5000
 FULL_PARTS = 20
 """A plain run takes a share of them."""
 PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
-SEED = int(os.environ.get("JAXRL_SYNC_SIMULATION_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
+SEED = int(os.environ.get("JAXRL_SYNC_SIMULATION_SEED", "0")) or (
+    random.Random(os.environ["JAXRL_SYNC_TEST_SEED"])  # of a commit always the same
+    if "JAXRL_SYNC_TEST_SEED" in os.environ
+    else random.SystemRandom()
+).randrange(1, 1 << 32)
 
 
 def _play(count: int, seed: int, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,8 @@ from jaxrl_sync.transfer.errors import PeerLost
 
 Wait = Any  # seconds, or (Signal, seconds)
 Steps = Generator[Wait, Any, Any]
-MOST_EVENTS = 40_000
+MOST_EVENTS, MOST_EVENTS_PER_S = 20_000, 1_000
+"""More are no progress: the longest schedules take minutes of simulated time, 350 events a second."""
 
 
 class Violation(AssertionError):
@@ -58,8 +59,8 @@ class World:
         while self._queue and self._queue[0][0] <= until and not self.violations:
             self.now, _, call = heapq.heappop(self._queue)
             self.events += 1
-            if self.events > MOST_EVENTS:
-                self.violated(f"{MOST_EVENTS} events and no end")
+            if self.events > MOST_EVENTS + MOST_EVENTS_PER_S * self.now:
+                self.violated(f"{self.events} events in {self.now:.0f} s and no end")
             call()
             if stop is not None and stop():
                 return True

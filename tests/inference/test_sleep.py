@@ -149,8 +149,9 @@ def test_an_answer_may_be_late_by_as_long_as_the_engine_slept(
         return time.monotonic() - started if sleeps else 0.0
 
     answer = SimpleNamespace(to_json=lambda name: {"engine": name})
-    threading.Timer(1.0, future.set_result, (answer,)).start()
     with EngineServer(front, token=token, slept_s=slept_s) as server:
+        if sleeps:
+            threading.Timer(1.0, future.set_result, (answer,)).start()
         body = ask("r", timeout_s=0.2).to_json()
         found = httpx.post(
             server.url + "/generate", json=body, headers=auth.bearer_headers(token), timeout=20

@@ -375,9 +375,10 @@ def test_a_follower_hands_out_only_what_the_plan_names() -> None:
     def record(kind: str, t0: float, t1: float, *, version: int | None = None) -> None:
         rows.append(kind)
 
-    shadow = Shadow(offers, record=record, timeout_s=0.5)  # type: ignore[arg-type]
+    hasty = Shadow(offers, record=record, timeout_s=0.2)  # type: ignore[arg-type]
     with pytest.raises(EngineError, match="swap to a:1: this rank has prepared None"):
-        shadow.take(v(1))
+        hasty.take(v(1))
+    shadow = Shadow(offers, record=record, timeout_s=20.0)  # type: ignore[arg-type]
     offers.newest = v(1)
     late = threading.Timer(0.1, shadow.prepare)
     late.start()

@@ -287,13 +287,15 @@ def test_a_frame_is_made_before_anybody_asks_for_it(rig: Rig) -> None:
 
 
 class Begins:
-    """Counts the calls by which engines begin rounds."""
+    """Counts the calls by which engines begin rounds, and which engines let the hub begin them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, real = 0, HubClient.call
+        self.count, self.eager, real = 0, set[str](), HubClient.call
 
         def call(client: Any, path: str, body: dict[str, Any], *args: Any, **options: Any) -> Any:
             self.count += path == "/v1/event/advance" and body["to"] == "begun"
+            if path == "/v1/watch" and body["begin_s"]:
+                self.eager.add(body["name"])
             return real(client, path, body, *args, **options)
 
         monkeypatch.setattr(HubClient, "call", call)
@@ -303,10 +305,9 @@ def test_an_eager_engine_begins_with_the_offer(rig: Rig, monkeypatch: pytest.Mon
     params = trainer_params()
     publisher = rig.publisher(params, "tcp", fanout="chain")
     options = {"relay": True, "eager": True}
-    engines = [rig.subscriber(n, "tcp", **options) for n in "ab"]
-    until(lambda: all(e._links.whole for e in engines))
-    time.sleep(0.6)  # the polls that were armed before the links were there have ended
     begins = Begins(monkeypatch)
+    engines = [rig.subscriber(n, "tcp", **options) for n in "ab"]
+    until(lambda: begins.eager == {"a", "b"})  # once their links are there
     for number in range(3):
         ticket = publisher.publish(params, version(number))
         with concurrent.futures.ThreadPoolExecutor(2) as pool:

@@ -68,7 +68,7 @@ def test_watcher_closes_while_nothing_happens_and_twice(fake: Fake) -> None:
         started = time.monotonic()
         watcher.close()
         watcher.close()
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
         left.context.close()
 
 

@@ -329,7 +329,7 @@ def test_events_are_returned_and_acknowledged(fake: Fake) -> None:
         assert events[1][1] == "port error"
         started = time.monotonic()
         assert left.context.async_events(0.05) == []
-        assert 0.04 < time.monotonic() - started < 2
+        assert time.monotonic() - started > 0.04
 
 
 def test_wait_keeps_its_deadline_and_close_refuses_meanwhile(fake: Fake) -> None:
@@ -342,7 +342,7 @@ def test_wait_keeps_its_deadline_and_close_refuses_meanwhile(fake: Fake) -> None
         with pytest.raises(BufferError, match="in use by a call in another thread"):
             left.cq.close()
         waiter.join()
-        assert outcome == [False] and 0.4 < time.monotonic() - started < 3
+        assert outcome == [False] and time.monotonic() - started > 0.4
 
 
 def test_wait_wakes_up_for_a_completion(fake: Fake) -> None:
@@ -350,8 +350,7 @@ def test_wait_wakes_up_for_a_completion(fake: Fake) -> None:
         fake.knobs.hold = 1
         write(left, right, rows((0, 0, 100)))
         threading.Timer(0.1, lambda: setattr(fake.knobs, "hold", 0)).start()
-        started = time.monotonic()
-        assert left.cq.wait(10.0) and time.monotonic() - started < 5
+        assert left.cq.wait(60.0), "not woken before the deadline"
         assert len(left.poll()) == 1
         assert not left.cq.wait(0.0, spin_s=0.01)
 
@@ -414,9 +413,8 @@ def test_reset_writes_off_what_never_completes(fake: Fake) -> None:
     with pair() as (left, right):
         fake.set(hold=1, lossy_reset=1)
         write(left, right, rows(*[(0, 0, 100)] * 5))
-        started = time.monotonic()
         assert left.qps[0].reset(0.1) == 5
-        assert time.monotonic() - started < 2 and left.qps[0].in_flight == 0
+        assert left.qps[0].in_flight == 0
         left.region.close()
 
 
