@@ -47,7 +47,8 @@ class Strike:
             return {"committed", "partially_committed", "superseded"}
         if self.role == "trainer":
             return {"committed", "partially_committed", "aborted"}
-        if self.how == "kill" and self.victim == self.filling and self.phase in ("swap", "commit"):
+        alone = self.victim == self.filling and self.role != "pair"  # the other rank may not have swapped yet
+        if self.how == "kill" and alone and self.phase in ("swap", "commit"):
             return {"committed"}
         return {"committed", "partially_committed"}
 
@@ -99,10 +100,10 @@ def _strikes() -> list[Strike]:
     found = [Strike(v, h, p) for v in ("hub", "trainer.0", "trainer.1") for h in hows for p in PHASES]
     filling = PHASES[2:]
     found += [Strike("one.0", h, p) for h in hows for p in filling]
-    found += [Strike("pair.1", h, p, "pair.0") for h in hows for p in filling]
-    found += [Strike("local.0", h, p, "local.0") for h in hows for p in ("begin", "move", "verify", "idle")]
+    found += [Strike(v, h, p, "pair.0") for v in ("pair.0", "pair.1") for h in hows for p in filling]
+    found += [Strike("local.0", h, p, "local.0") for h in hows for p in filling]
     found += [Strike("trainer.0", h, "move", "local.0") for h in hows]
-    found += [Strike("relay.0", h, p, "leaf.0") for h in hows for p in filling]
+    found += [Strike(v, h, p, "leaf.0") for v in ("relay.0", "leaf.0") for h in hows for p in filling]
     found += [Strike("two.0", h, p) for h in hows for p in PHASES if p not in ("export", "announce")]
     return found
 

@@ -46,6 +46,7 @@ def run_strike(fleet: Fleet, case: Strike) -> Message | None:
         fleet.restart(case.victim)
     fleet.publish()
     settled(fleet)
+    check_counted(fleet)
     excused = {case.role} | ({case.filling.partition(".")[0]} if case.phase == "swap" else set())
     check_pauses(fleet, excused)
     if idle or (case.how == "kill" and case.role == "trainer"):
@@ -77,8 +78,7 @@ def run_broken(fleet: Fleet, case: Broken) -> Message:
             _others_reach(fleet, place, number)
         time.sleep(case.seconds)
     settled(fleet)
-    fleet.publish()
-    settled(fleet)
+    check_counted(fleet)
     check_pauses(fleet, set())
     return fleet.outcome(number)
 

@@ -18,7 +18,7 @@ from tests.faults.strike import check_counted, check_leaks, run_broken, run_stri
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-SHARE = 0.075
+SHARE = 0.06
 """Of the cases in a plain run: each takes some seconds of real time."""
 
 
@@ -99,7 +99,7 @@ def test_a_rank_of_the_trainer_is_struck(fleet: Fleet, case: Strike) -> None:
 
 @pytest.mark.full(share=SHARE)
 @pytest.mark.invariant(31)
-@strikes("one", "pair", "local")
+@strikes("one", "pair", "local", "leaf")
 def test_an_engine_is_struck_in_its_round(fleet: Fleet, case: Strike) -> None:
     struck(fleet, case)
 
