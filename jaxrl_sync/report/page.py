@@ -33,7 +33,8 @@ SECTIONS: tuple[tuple[str, str, Callable[[RunData], Figure | None], str], ...] =
     ),
     (
         "Density",
-        "Changed share of every class of tensors, bytes of the last measured update by coding, and its gaps "
+        "Changed share of every class of tensors, how much of it the measured update before had changed too, "
+        "entropy of values and positions; bytes of the last measured update by coding, and its gaps "
         "(sync.density_every_steps).",
         density.density,
         "svg",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 
 from jaxrl_sync.cli import main
 from jaxrl_sync.launch.summary import describe_summary
-from jaxrl_sync.report import figures
+from jaxrl_sync.report import density, figures
 from jaxrl_sync.report.data import read_run
 from jaxrl_sync.report.page import SECTIONS, render
 from jaxrl_sync.report.rounds import rounds
@@ -88,8 +89,8 @@ def fill(run_dir: Path) -> None:
     weights: list[dict[str, Any]]
     weights = [{"layers/0/w": np.arange(n, n + 64, dtype=np.float32), "norm": np.ones(4)} for n in (0, 1, 1)]
     found = [meter.measure(weights[0], weights[1]), meter.measure(weights[1], weights[2])]
-    density = [{"version": 2 * i, **row.to_json()} for i, row in enumerate(found, 1)]
-    (run_dir / "density.jsonl").write_text("".join(json.dumps(r) + "\n" for r in density))
+    measured = [{"version": 2 * i, **row.to_json()} for i, row in enumerate(found, 1)]
+    (run_dir / "density.jsonl").write_text("".join(json.dumps(r) + "\n" for r in measured))
     (run_dir / "events.jsonl").write_text(
         json.dumps({"t": 1.0, "event": "restart", "process": "engine-0", "detail": "<killed>"}) + "\n"
     )
@@ -119,6 +120,27 @@ def test_the_page_has_every_section_with_a_picture_inside(run_dir: Path) -> None
     assert "&lt;killed&gt;" in page and "x &lt;&amp;&gt; y" in page
     assert "(not finished)" in page
     assert not re.search(r'(?:src|href)="?http', page)
+
+
+def test_the_picture_of_density_shows_overlap_and_entropies(run_dir: Path) -> None:
+    meter, weights = DensityMeter(), [{"w": np.zeros(8, np.float32)}]
+    for first in (0, 2, 2):  # four elements change, of which the second update hits two again, the third all
+        weights.append({"w": weights[-1]["w"].copy()})
+        weights[-1]["w"][first : first + 4] += [1, 2, 2, 4]
+    found = [meter.measure(a, b) for a, b in itertools.pairwise(weights)]
+    rows = [{"version": 3 + i, **row.to_json()} for i, row in enumerate(found)]
+    (run_dir / "density.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    figure = density.density(read_run(run_dir))
+    assert figure is not None
+    lines = {
+        str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata()))  # type: ignore[arg-type]
+        for axes in figure.axes
+        for line in axes.get_lines()
+    }
+    assert lines["measured"] == ([4, 5], [0.5, 1.0]) and lines["by chance"] == ([4, 5], [0.5, 0.5])
+    versions, entropies = lines["new bits"]
+    assert versions == [3, 4, 5] and entropies == [row["entropy_bits"]["new"] for row in rows]
+    assert entropies[0] == 1.5 and lines["positions, H(p)/p"][1] == [2.0] * 3  # of 1, 2, 2, 4; of a half
 
 
 def test_a_run_that_has_only_begun_still_has_a_page(run_dir: Path) -> None:
