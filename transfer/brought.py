@@ -35,7 +35,15 @@ def applied_together(frames: Sequence[tuple[int, Applied]]) -> Applied:
     total = sum(nbytes for nbytes, _ in frames)
     density = sum(nbytes * applied.density for nbytes, applied in frames) / max(1, total)
     names = {coding for _, applied in frames for coding in applied.codings}
-    return Applied(None, density, tuple(sorted(names)))
+    paths = frozenset[str]().union(*(applied.paths for _, applied in frames))
+    return Applied(None, density, tuple(sorted(names)), paths)
+
+
+def written(brought: Sequence[Brought]) -> frozenset[str] | None:
+    """The tensors that rounds wrote in the slot; None where an edge came whole: it may be all of them."""
+    applied = [b.applied for b in brought]
+    known = [a.paths for a in applied if a is not None]
+    return frozenset[str]().union(*known) if len(known) == len(applied) else None
 
 
 class Brings(Protocol):
@@ -75,6 +83,12 @@ def prepared_by(offer: Offer, links: Sequence[Brings], wire_s: float, verify_s: 
         {"wire": wire_s - apply_s, "verify": verify_s, "apply": apply_s},
         tuple(edge_row(link) for link in links),
     )
+
+
+def with_fill(report: Prepared, nbytes: int, seconds: float) -> Prepared:
+    """The report of a round whose slot was then put on devices: of ``moved`` the key ``devices``."""
+    moved = {**report.moved, "devices": nbytes}
+    return dataclasses.replace(report, moved=moved, seconds={**report.seconds, "fill": seconds})
 
 
 def edge_row(link: Brings) -> dict[str, Any]:

@@ -56,7 +56,8 @@ class Prepared:
     ``payload`` is full, frame or both joined by "+"; of frames, ``coding`` names the codings and ``density``
     is the share of elements that changed (1 for a full copy). ``moved``: bytes by how they moved, see
     `transports.base.Moved`. ``source`` is who sent it, as role.name; ``resumed_bytes`` had arrived in an
-    interrupted round before and didn't travel again. ``seconds`` by phase: wire, verify, apply.
+    interrupted round before and didn't travel again. ``seconds`` by phase: wire, verify, apply, and fill
+    where devices don't alias the slot (`filling`; then ``moved`` has the bytes put there as ``devices``).
     """
 
     version: Version

@@ -1,7 +1,8 @@
 """Slots of a receiver: each has room for one whole version, and the tree of jax arrays that looks at it.
 
 On CPU the arrays alias the slot's memory, are built once, and a swap is an assignment. Where jax doesn't
-alias (an accelerator), the slot is staging memory and ``fill_devices`` puts its content on the devices.
+alias (an accelerator), the slot is staging memory and ``fill_devices`` puts its content on the devices
+(`jaxrl_sync.transfer.filling`): all of it, or what is known to have changed since they held it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import dataclasses
 import gc
 import itertools
 import logging
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -17,6 +19,7 @@ import numpy as np
 
 from jaxrl_sync.sharding import Layout, SlotLayout
 from jaxrl_sync.sharding.paths import leaves_by_path, nested
+from jaxrl_sync.transfer import filling
 from jaxrl_sync.transfer.errors import MismatchError
 from jaxrl_sync.transfer.memory import PrivateMemory, SharedMemory
 from jaxrl_sync.transfer.transports.pinned import Pinned
@@ -70,9 +73,12 @@ class Slot:
         self.closed = False
         self.views: Views = Pinned(target.slot.views(memory.data))
         self._target = target
-        arrays = _put(target, self.views, may_alias=True)
-        self.aliased = _aliases(arrays, self.views)
-        self._tree = _assemble(target, arrays) if self.aliased else None
+        self._arrays = _over(self.views)
+        self.aliased = _aliases(self._arrays, self.views)
+        self._tree = _assemble(target, self._arrays) if self.aliased else None
+        if not self.aliased:
+            self._arrays = {}
+        self._settled = False
 
     def copy_in(self, tree: Any) -> None:
         """Copy in a tree that fits the target in paths, shapes, dtypes and shardings. MismatchError."""
@@ -90,11 +96,32 @@ class Slot:
             np.copyto(view, shards[key])
         self.fill_devices()
 
-    def fill_devices(self) -> None:
-        """Where arrays don't alias the slot: put its content on the devices before the swap. Blocks."""
-        if not self.aliased:
-            self._tree = _assemble(self._target, _put(self._target, self.views, may_alias=False))
-            jax.block_until_ready(self._tree)
+    def unsettle(self) -> bool:
+        """The slot is about to be written. Whether the devices hold what lies in it: until now."""
+        settled, self._settled = self._settled, False
+        return settled
+
+    def fill_devices(self, changed: Collection[str] | None = None) -> int:
+        """Where arrays don't alias the slot: put its content on the devices before the swap. Blocks.
+
+        ``changed``: the only tensors that were written since the devices held the slot's content, None: any.
+        Returns the bytes put there. After an error the next call must be without ``changed``.
+        """
+        if self.aliased:
+            return 0
+        self._tree = None
+        keys = [
+            key
+            for key in self.views
+            if changed is None
+            or key[1] in changed
+            or key not in self._arrays
+            or self._arrays[key].is_deleted()
+        ]
+        moved = filling.fill(self.views, keys, self._arrays)
+        self._tree = _assemble(self._target, self._arrays)
+        self._settled = True
+        return moved
 
     def tree(self) -> Any:
         """The tree of jax arrays with the slot's content, built once where they alias it."""
@@ -104,29 +131,32 @@ class Slot:
         """Drop the arrays and the memory; who still holds the tree keeps its mapping alive."""
         self.closed = True
         self._tree = None
+        self._arrays = {}
         self.views = Pinned({})
         gc.collect(0)  # jax gives up what its dropped arrays aliased when the collector runs, not before
         self.memory.close()
 
 
-def _put(target: Target, views: Views, may_alias: bool) -> dict[tuple[int, str], jax.Array]:
-    """One array per (device, path), made in one call: many small calls are twice as slow."""
-    if not views:
-        return {}
+def _over(views: Views) -> dict[tuple[int, str], jax.Array]:
+    """One array per (device, path) over the slot itself, in one call: many small calls are twice as slow.
+
+    Nothing where a device has memory of its own.
+    """
     devices = {d.id: d for d in jax.local_devices()}
+    if any(devices[device].platform != "cpu" for device, _ in views):
+        return {}
     where = [jax.sharding.SingleDeviceSharding(devices[device]) for device, _ in views]
-    values = list(views.values()) if may_alias else [np.array(v) for v in views.values()]
-    return dict(zip(views, jax.device_put(values, where, may_alias=may_alias), strict=True))
+    return dict(zip(views, jax.device_put(list(views.values()), where, may_alias=True), strict=True))
 
 
 def _aliases(arrays: dict[tuple[int, str], jax.Array], views: Views) -> bool:
     """Whether every array looks at the slot itself, so that it will see what is written there."""
-    for key, array in arrays.items():
-        view = views[key]
-        if view.nbytes and array.unsafe_buffer_pointer() != view.ctypes.data:
-            logger.info(
-                "slots are staging memory for %s: a version is put there before each swap", array.device
-            )
+    devices = {d.id: d for d in jax.local_devices()}
+    for key, view in views.items():
+        array = arrays.get(key)
+        if array is None or (view.nbytes and array.unsafe_buffer_pointer() != view.ctypes.data):
+            device = devices[key[0]]
+            logger.info("slots are staging memory for %s: %s", device, filling.way_to(device))
             return False
     return True
 

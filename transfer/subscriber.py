@@ -19,7 +19,7 @@ from typing import Any
 
 from jaxrl_sync.transfer import agreement, receiving
 from jaxrl_sync.transfer.agreement import HUB_GRACE_S as HUB_GRACE_S
-from jaxrl_sync.transfer.brought import prepared_by
+from jaxrl_sync.transfer.brought import prepared_by, with_fill, written
 from jaxrl_sync.transfer.clean import remove_stale
 from jaxrl_sync.transfer.config import SubscriberConfig
 from jaxrl_sync.transfer.errors import MismatchError, PeerLost, ResourceError, TransferError
@@ -393,6 +393,7 @@ class Subscriber:
         finally:
             self._renewed = old.closed  # what it held is gone
         start, slot = time.monotonic(), self._slots[index]
+        settled, constants = slot.unsettle(), slot.constants_of
         self._links.write_constants(offer, slot)
         self._links.forget_slots({s.generation for s in self._slots})
         was, origin = self._links.begins(offer, slot), self._links.origin(offer)
@@ -411,9 +412,11 @@ class Subscriber:
                 link.end()
         self._holding.verified(index)
         self._links.holds(offer, slot, offer.version)
-        slot.fill_devices()
-        verify_s = time.monotonic() - start - wire_s
-        return prepared_by(offer, links, wire_s, verify_s)
+        known = settled and slot.constants_of == constants
+        verify_s, fill_start = time.monotonic() - start - wire_s, time.monotonic()
+        filled = slot.fill_devices(written([link.brought for link in links]) if known else None)
+        report = prepared_by(offer, links, wire_s, verify_s)
+        return report if slot.aliased else with_fill(report, filled, time.monotonic() - fill_start)
 
     def _wait_group(self, offer: Offer, deadline: float) -> None:
         """With several ranks: all of them hold the version, or none takes it."""

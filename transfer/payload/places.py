@@ -62,6 +62,13 @@ class Places:
             rows[:, at : at + depth] = self._steps[:, :, k]
         return rows
 
+    def paths(self, positions: Positions | None) -> frozenset[str]:
+        """The target's tensors in which these entries lie, None: all of the section."""
+        if positions is None:
+            return frozenset(self._groups)
+        copies = np.flatnonzero(np.diff(np.searchsorted(positions, self._bounds)))
+        return frozenset(self._groups[i] for i in np.unique(self._group[copies]).tolist())
+
     def locate(self, positions: Positions) -> Located:
         """Each entry's element of the slot, its global row and its global column."""
         cuts = np.searchsorted(positions, self._bounds)

@@ -38,11 +38,15 @@ class SlotLike(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kept:
-    """Changes that were applied, per section: elements of the slot (None: all, packed) and their new bits."""
+    """Changes that were applied, per section: elements of the slot (None: all, packed) and their new bits.
+
+    ``paths`` are the tensors that have some.
+    """
 
     base: Version
     version: Version
     entries: tuple[tuple[Index | None, Bits], ...]
+    paths: frozenset[str]
 
     @property
     def nbytes(self) -> int:
@@ -52,11 +56,15 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True)
 class Applied:
-    """What a frame brought: its keyed sums where they follow from the changes, the share of elements."""
+    """What a frame brought: its keyed sums where they follow from the changes, the share of elements.
+
+    ``paths``: the tensors that were written in the slot, by the frame or to catch up.
+    """
 
     digests: Digests | None
     density: float
     codings: tuple[str, ...]
+    paths: frozenset[str] = frozenset()
 
 
 class Shadow:
@@ -71,6 +79,7 @@ class Shadow:
         self._content: dict[int, Version] = {}
         self._digests: dict[Version, Digests] = {}
         self._kept: list[Kept] = []
+        self._caught: dict[int, frozenset[str]] = {}
         self.doubt = False
         """Set where contents can't be trusted: nothing but an anchor is taken until one is verified."""
         self.copied = 0
@@ -123,6 +132,7 @@ class Shadow:
     def forget(self, live: set[int]) -> None:
         """Slots whose memory was given up hold nothing."""
         self._content = {k: v for k, v in self._content.items() if k in live}
+        self._caught = {k: v for k, v in self._caught.items() if k in live}
 
     def catch_up(self, slot: SlotLike, serving: SlotLike | None) -> None:
         """Bring ``slot`` to what serves, as `apply` would: while a frame on that is still on its way."""
@@ -131,7 +141,7 @@ class Shadow:
             return
         before = self._content.get(slot.generation)
         self.spoiled(slot)
-        self._catch_up(slot, serving, before, base)
+        self._caught[slot.generation] = self._catch_up(slot, serving, before, base)
         self._content[slot.generation] = base
 
     def apply(
@@ -150,21 +160,23 @@ class Shadow:
         changes = found.sections([s.key for s in self._sections])
         before = self._content.get(slot.generation)
         self.spoiled(slot)
-        self._catch_up(slot, serving, before, base)
+        behind = self._catch_up(slot, serving, before, base) | self._caught.pop(slot.generation, frozenset())
         digests = self._digests.get(base)
         entries = []
         for number, change in enumerate(changes):
             index, new, changed = self._write(number, change, slot)
             entries.append((index, new))
             digests = None if digests is None else add_digests(digests, changed)
-        self._keep(base, version, tuple(entries))
+        paths = [self._places[i].paths(change.positions) for i, change in enumerate(changes)]
+        self._keep(Kept(base, version, tuple(entries), frozenset[str]().union(*paths)))
         self._since += 1
         if self._since >= self._recount_every:
             digests, self._since = None, 0
         sections = found.head.sections
         names = tuple(sorted({str(s.coding) for s in sections if s.count}))
         elements = sum(s.elements for s in sections)
-        return Applied(digests, frame.num_changed(changes) / max(1, elements), names)
+        density = frame.num_changed(changes) / max(1, elements)
+        return Applied(digests, density, names, behind.union(*paths))
 
     def verified(self, slot: SlotLike, version: Version, digests: Digests | None) -> None:
         """The digests of what `apply` wrote are those of the sender: the slot holds ``version``."""
@@ -190,18 +202,22 @@ class Shadow:
         memory = bits_of_memory(slot.memory.data, change.itemsize)
         return self._places[number].apply(change.positions, change.codes, change.kind, memory)
 
-    def _catch_up(self, slot: SlotLike, serving: SlotLike, before: Version | None, base: Version) -> None:
+    def _catch_up(
+        self, slot: SlotLike, serving: SlotLike, before: Version | None, base: Version
+    ) -> frozenset[str]:
+        """To what serves; the tensors that were written."""
         path = self._path(before, base)
         if path is None:
             self._within.execute(serving.views, slot.views)
             self.copied += 1
-            return
+            return frozenset(c.target_path for c in self._edge.copies)
         for kept in path:
             for number, (index, new) in enumerate(kept.entries):
                 if index is None:
                     self._scatter[number].execute(new, slot.views)
                 else:
                     bits_of_memory(slot.memory.data, new.dtype.itemsize)[index] = new
+        return frozenset[str]().union(*(kept.paths for kept in path))
 
     def _path(self, before: Version | None, base: Version) -> list[Kept] | None:
         """The kept changes from ``before`` to ``base`` in order; None where they don't reach."""
@@ -215,10 +231,10 @@ class Shadow:
             at = step.base
         return path[::-1]
 
-    def _keep(self, base: Version, version: Version, entries: tuple[tuple[Index | None, Bits], ...]) -> None:
+    def _keep(self, step: Kept) -> None:
         """Keep the changes for the slots that are behind, as long as they are few."""
-        kept = [k for k in self._kept if k.version != version]
-        kept.append(Kept(base, version, entries))
+        kept = [k for k in self._kept if k.version != step.version]
+        kept.append(step)
         held = set(self._content.values())
         first = next((i for i, k in enumerate(kept) if k.base in held), len(kept))
         kept = kept[first:]
