@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_sync.sharding import Correspondence
+from jaxrl_sync.transfer.lazy import LazyShards
 from jaxrl_sync.transfer.transports.pinned import Pinned
 from jaxrl_sync.transfer.version import Version
 
@@ -27,15 +29,18 @@ def _copier(shardings: tuple[Any, ...]) -> Any:
     return jax.jit(lambda xs: [jnp.copy(x) for x in xs], out_shardings=list(shardings))
 
 
-def export(correspondence: Correspondence, tree: Any, into: Exported | None = None) -> Exported:
-    """The exported leaves in buffers of their own; blocks until they are computed: ``tree`` may be donated.
+def begin_export(correspondence: Correspondence, tree: Any, into: Exported | None = None) -> Exported:
+    """The exported leaves in buffers of their own; ``tree`` may be donated once they are computed.
 
-    ``into``: an older export whose buffers are taken over, except those that a transfer still reads.
+    ``into``: an older export whose buffers are taken over, except those of which somebody has an array.
     """
     exported: Exported = correspondence.export(tree, into)
-    for array in exported.values():
-        _ = array.addressable_shards  # each array keeps them: made while the devices compute
-    jax.block_until_ready(exported)
+    return exported
+
+
+def export(correspondence: Correspondence, tree: Any, into: Exported | None = None) -> Exported:
+    """`begin_export`; blocks until all is computed."""
+    exported: Exported = jax.block_until_ready(begin_export(correspondence, tree, into))
     return exported
 
 
@@ -60,13 +65,7 @@ def snapshot(tree: Any) -> Any:
 
 def shards_of(exported: dict[str, jax.Array]) -> Shards:
     """(device, path) -> the shard's elements on the host; on CPU a view, without a copy."""
-    return Pinned(
-        {
-            (shard.device.id, path): np.ascontiguousarray(np.asarray(shard.data))
-            for path, array in exported.items()
-            for shard in array.addressable_shards
-        }
-    )
+    return LazyShards.of_host(exported)
 
 
 def copy_of(shards: Shards) -> Shards:
@@ -98,8 +97,8 @@ class Held:
     """One version's buffers: per kind of export, or a snapshot from which an export can still be made.
 
     A copy in host memory takes the place of both when their memory is needed. ``view`` gives the shards of an
-    export, by version and kind; with ``reuse`` its buffers go to a later export once nothing begins here any
-    more, else to whoever still holds the shards.
+    export, by version and kind. With ``reuse`` the buffers of an export go to a later one once nothing begins
+    here any more, unless somebody still holds its shards: of some they know nothing but the address.
     """
 
     version: Version
@@ -154,6 +153,12 @@ class Held:
             self.copied = True
             return True
 
+    def look_up(self) -> None:
+        """Find the shards of all exports, which may still be being computed."""
+        with self._lock:
+            for kind, exported in self.exports.items():
+                self._shards[kind] = self.view(self.version, kind, exported)
+
     def shed(self) -> Spare:
         """The export buffers go, the copy stays; the exports, for a later version to take over."""
         with self._lock:
@@ -162,15 +167,19 @@ class Held:
             for kind in self.exports.keys() - self._copies.keys():  # asked for after the copy was made
                 self._copies[kind] = copy_of(shards_of(self.exports[kind]))
             self.exported = False
-            self._shards.clear()
-            exports, self.exports, self.tree = self.exports, {}, None
-        return exports if self.reuse else {}
+            return self._unused()
 
     def retire(self) -> Spare:
         """No transfer begins from this version any more; its exports, for a later one to take over."""
         with self._lock:
             self.retired = True
-            self._shards.clear()
             self._copies, self._host_tree = {}, None
-            exports, self.exports, self.tree = self.exports, {}, None
-        return exports if self.reuse else {}
+            return self._unused()
+
+    def _unused(self) -> Spare:
+        """Let go of the exports; those of which nobody holds the shards, if they are to be used again."""
+        exports, self.exports, self.tree = self.exports, {}, None
+        shards = {kind: weakref.ref(found) for kind, found in self._shards.items()}
+        self._shards.clear()
+        free = {kind for kind in exports if kind not in shards or shards[kind]() is None}
+        return {kind: exports[kind] for kind in free} if self.reuse else {}

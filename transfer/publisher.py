@@ -27,7 +27,7 @@ from jaxrl_sync.transfer.errors import (
     PeerLost,
     TransferError,
 )
-from jaxrl_sync.transfer.exports import Held, Spare, export, export_kind, snapshot
+from jaxrl_sync.transfer.exports import Held, Spare, begin_export, export_kind, snapshot
 from jaxrl_sync.transfer.given import Given
 from jaxrl_sync.transfer.hub.client import POLL_S, HubClient, HubRefused, Lease
 from jaxrl_sync.transfer.hub.state import version_json, version_of
@@ -181,10 +181,12 @@ class Publisher:
         tree = self._given.tree(tree)
         self._retained.wait_room(version, self.config.timeout_s, lambda: not self.closing)
         kinds, spare = self._kinds_wanted(), self._take_spare()
-        exports = {kind: export(c, tree, spare.get(kind)) for kind, c in kinds.items()}
+        exports = {kind: begin_export(c, tree, spare.get(kind)) for kind, c in kinds.items()}
         comparing = self._comparing
         tree = None if kinds else snapshot(tree)
         held = Held(version, exports, tree, view=comparing.shards, reuse=not comparing.lazy)
+        held.look_up()  # while the devices compute
+        jax.block_until_ready(exports)
         export_s = time.monotonic() - start
         ranks = sorted({link.key for link in self._listening.links})
         with self._lock:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,25 @@ Key = tuple[int, str]
 Places = tuple[npt.NDArray[np.uint64], bytes]
 
 
-class Pinned(dict[Key, npt.NDArray[Any]]):
+class Pinned(Mapping[Key, npt.NDArray[Any]]):
     """(device, path) -> C-contiguous array. Nobody replaces an array while this is in use."""
 
     def __init__(self, shards: Mapping[Key, npt.NDArray[Any]]) -> None:
-        super().__init__(shards)
+        self._arrays = dict(shards)
         self._at = {key: (a.__array_interface__["data"][0], a.nbytes) for key, a in shards.items()}
         self._found: dict[int, tuple[tuple[Key, ...], Places]] = {}
+
+    def __getitem__(self, key: Key) -> npt.NDArray[Any]:
+        return self._arrays[key]
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._arrays
 
     def places(self, keys: tuple[Key, ...]) -> Places:
         """(addresses, sizes) of these shards, in order. KeyError names one that isn't there."""
