@@ -270,8 +270,9 @@ class EngineSection(RoleSection):
     """Replicas of the inference engine; its mesh is one tensor-parallel axis over a replica's devices."""
 
     replicas: Positive = 1
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of the weights that the engine holds, hence of the wire."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Of the weights that the engine holds, hence of the wire. ``float16`` has no room for more than 65504;
+    it is for weights alone, activations have ``compute_dtype``."""
     weights: Literal["plain", "fp8", "int8"] = "plain"
     """How the layers' matrices are held and travel: in ``dtype``, or as one byte per element with a float32
     scale per block, quantised by the trainer from the value in ``dtype``."""

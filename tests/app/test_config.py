@@ -40,9 +40,9 @@ BAD = [
     (["--run.steps", '"5"'], 2, "run.steps: found '5'"),
     (["--run.steps", "0"], 2, "run.steps: found 0; input should be greater than or equal to 1"),
     (
-        ["--engine.dtype", "float16"],
+        ["--engine.compute_dtype", "float16"],
         2,
-        "engine.dtype: found 'float16'; input should be 'float32' or 'bfloat16'",
+        "engine.compute_dtype: found 'float16'; input should be 'float32' or 'bfloat16'",
     ),
     (["--trainer.mesh.tp", "3"], 2, "needs 6 devices, found 4 (trainer.processes=1 x trainer.devices=4)"),
     (

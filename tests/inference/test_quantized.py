@@ -137,6 +137,21 @@ def test_the_engine_serves_what_the_quantised_bytes_say(scheme: Quantization) ->
     np.testing.assert_allclose(quantised.samples[0].logprobs, wanted.samples[0].logprobs, atol=1e-5)
 
 
+def test_an_engine_of_float16_weights_computes_with_what_they_are() -> None:
+    mesh, results = tp_mesh(2), []
+    config = EngineConfig(slots=4, max_len=24, prefill_lengths=(16,), prefill_rows=2)
+    half = qwen3.convert(trainer_weights(4, CFG), CFG, 2, jnp.float16)
+    for tree in (half, jax.tree.map(lambda x: x.astype(jnp.float32), half)):
+        dtype = tree["embed"].dtype
+        target = target_tree(CFG, config, mesh, dtype)
+        placed = jax.tree.map(lambda x, t: jax.device_put(x, t.sharding), tree, target)
+        engine = Engine(config, CFG, mesh, placed, version=Version("test", 0), dtype=dtype)
+        request = ask("a", (5, 9, 13), temperature=0.0, max_tokens=8)
+        results.append(generate(engine, request)[0].samples[0])
+    assert results[0].tokens == results[1].tokens
+    np.testing.assert_allclose(results[0].logprobs, results[1].logprobs, atol=1e-5)
+
+
 def test_a_block_that_does_not_divide_is_named() -> None:
     with pytest.raises(ValueError, match="dimension 1: expected a divisor of 10, got 4"):
         quantize(jnp.zeros((8, 10)), (8, 4), "int8")
