@@ -10,11 +10,15 @@ from __future__ import annotations
 import os
 import sys
 
+from jaxrl_sync.launch.environment import huge_pages
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 def main() -> int:
-    """The first argument chooses the part; the rest are its own."""
+    """The first argument chooses the part; the rest are its own. Memory is that of a run's processes."""
+    if os.environ != (env := huge_pages(os.environ)):
+        os.execve(sys.executable, sys.orig_argv, env)
     if sys.argv[1:2] == ["density"]:
         import density
 

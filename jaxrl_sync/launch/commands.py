@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jaxrl_sync.config import RunConfig
 from jaxrl_sync.config.sections import RoleSection
-from jaxrl_sync.launch.environment import base_environment, role_environment
+from jaxrl_sync.launch.environment import base_environment, huge_pages, role_environment
 from jaxrl_sync.launch.worker import ProcessSpec, WorkerSpec
 
 
@@ -64,7 +64,7 @@ def _world(
     arguments: tuple[str, ...],
     replica: int = 0,
 ) -> WorkerSpec:
-    env = role_environment(base, section)
+    env = role_environment(huge_pages(base) if section.platform == "cpu" else base, section)
     ranks = tuple(
         ProcessSpec(process_name(role, replica, rank), command(role, *arguments, "--rank", str(rank)), env)
         for rank in range(section.processes)

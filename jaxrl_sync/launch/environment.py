@@ -11,6 +11,9 @@ from jaxrl_sync.config.sections import RoleSection
 RUN_MARK = "JAXRL_SYNC_RUN_DIR"
 """Every process of a run, and whatever it starts, carries the run's directory under this name."""
 
+HUGE_PAGES = "glibc.malloc.hugetlb=1"
+"""Asks glibc for transparent huge pages; other C libraries don't look at it."""
+
 _DEVICE_FLAG = re.compile(r"--xla_force_host_platform_device_count=\S+")
 
 
@@ -23,6 +26,18 @@ def base_environment(inherited: Mapping[str, str], run_dir: Path) -> dict[str, s
     env.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     env.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
     return env
+
+
+def huge_pages(base: Mapping[str, str]) -> dict[str, str]:
+    """``base`` with large buffers in huge pages, where the system gives them to who asks ("madvise").
+
+    JAX's arrays on CPUs come from malloc, and numpy asks for its own; reading two versions of the weights in
+    pages of 4 KiB takes a fifth to a quarter longer. Whoever has set the tunable keeps it.
+    """
+    tunables = [t for t in base.get("GLIBC_TUNABLES", "").split(":") if t]
+    if not any(t.startswith("glibc.malloc.hugetlb=") for t in tunables):
+        tunables.append(HUGE_PAGES)
+    return {**base, "GLIBC_TUNABLES": ":".join(tunables)}
 
 
 def role_environment(base: Mapping[str, str], role: RoleSection) -> dict[str, str]:

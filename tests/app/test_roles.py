@@ -15,7 +15,10 @@ from jaxrl_sync.config import load
 from jaxrl_sync.config.process import ProcessContext
 from jaxrl_sync.launch import roles
 from jaxrl_sync.launch.commands import workers
+from jaxrl_sync.launch.environment import HUGE_PAGES, huge_pages
 from tests.app.runs import ADDITION
+
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 PROGRAM = """
 import os, pathlib, sys, time
@@ -77,6 +80,38 @@ def test_a_colocated_replica_has_no_process_of_its_own(
 ) -> None:
     config = load(ADDITION, {"engine.placement": placement, "engine.replicas": replicas})
     assert [w.name for w in workers(config, tmp_path, {})] == expected
+
+
+def test_arrays_of_roles_lie_in_huge_pages_unless_somebody_says_otherwise(tmp_path: Path) -> None:
+    config = load(
+        ADDITION, {"engine.placement": "disaggregated", "trainer.platform": "cuda", "engine.replicas": 1}
+    )
+    theirs = {"GLIBC_TUNABLES": "glibc.malloc.check=0"}
+    found = {w.name: w.processes[0].env.get("GLIBC_TUNABLES") for w in workers(config, tmp_path, theirs)}
+    plain = theirs["GLIBC_TUNABLES"]
+    assert found == {
+        "hub": plain, "trainer": plain, "engine-0": f"{plain}:{HUGE_PAGES}", "orchestrator": plain
+    }  # fmt: skip
+    kept = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}
+    assert huge_pages(kept) == kept and huge_pages({}) == {"GLIBC_TUNABLES": HUGE_PAGES}
+
+
+@pytest.mark.skipif(
+    "[madvise]" not in (THP.read_text() if THP.exists() else ""), reason="no huge pages for who asks"
+)
+def test_a_large_array_lies_in_huge_pages() -> None:
+    program = """
+import jax.numpy as jnp
+x = jnp.ones(1 << 24, jnp.float32).block_until_ready()
+huge = [line.split()[1] for line in open("/proc/self/smaps_rollup") if line.startswith("AnonHugePages")]
+print(huge[0])
+"""
+    env = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"} | {"JAX_PLATFORMS": "cpu"}
+    kib = [
+        int(subprocess.run([sys.executable, "-c", program], env=e, capture_output=True, timeout=120).stdout)
+        for e in (env, huge_pages(env))
+    ]
+    assert kib[1] >= kib[0] + (48 << 10), f"{kib} KiB without and with huge pages, of 64 MiB"
 
 
 def test_the_command_of_a_colocated_replica_says_that_it_has_none(

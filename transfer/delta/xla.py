@@ -23,7 +23,7 @@ from jaxrl_sync.transfer.delta.bits import NO_POSITION, OVERWRITE, XOR, Kind, bi
 WORD = 32
 SQUARE = WORD * WORD
 BLOCK_WORDS = 4
-_LANES = 32
+_LANES = 64
 
 _apart = lax.optimization_barrier
 
