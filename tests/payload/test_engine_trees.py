@@ -81,7 +81,7 @@ def _check(rig: Rig, engine: EngineConfig, model: Any, dtype: str, compare: Any)
     sent, full_bytes = jax.jit(convert), 0
     before: dict[str, Any] = {}
     for number in range(VERSIONS):
-        publisher.publish(params, Version("a", number))
+        publisher.publish(params, Version(compare, number))
         update = subscriber.poll(15)
         assert update is not None
         report, expected = update.prepare(), sent(params)
