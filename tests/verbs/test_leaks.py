@@ -63,6 +63,11 @@ with pair(1 << 20, depth=4096) as (left, right):
         assert accepted == len(entries)
         left.collect(accepted)
         return took
+    def loop(count):
+        start = time.perf_counter_ns()
+        for _ in range(count):
+            pass
+        return time.perf_counter_ns() - start
     fake.set(hold=1)
     def held(entries):
         start = time.perf_counter_ns()
@@ -70,9 +75,10 @@ with pair(1 << 20, depth=4096) as (left, right):
         took = time.perf_counter_ns() - start
         fake.set(); left.collect(len(entries)); fake.set(hold=1)
         return took
-    batch = sorted(held(entries) for _ in range(15))[7] / n
+    batch = min(held(entries) for _ in range(15)) / n
     single = sorted(held(entries[:1]) for _ in range(200))[100]
-print(json.dumps({"batch_ns_per_write": batch, "single_call_ns": single}))
+    turn = min(loop(n) for _ in range(15)) / n
+print(json.dumps({"batch_ns_per_write": batch, "single_call_ns": single, "turn_of_a_loop_ns": turn}))
 """
 
 
@@ -100,8 +106,14 @@ def test_connect_transfer_close_leaves_nothing(fake: Fake, cycles: int) -> None:
         assert grown < 2 << 20, f"{grown} bytes after {cycles} cycles"
 
 
-def test_cost_of_a_posted_write_is_known(fake: Fake) -> None:
-    """Reported, not judged: machines differ. With the fake's own work (a copy of the request) included."""
+def test_a_posted_write_costs_less_than_100_ns(fake: Fake) -> None:
+    """Amortised in batches, with the fake's own work (a copy of the request) included.
+
+    Machines differ, so it is judged in turns of an empty loop in Python, which take 8 to 20 ns on those of
+    today: less than 5 of them is less than 100 ns wherever one takes at most 20.
+    """
     cost = run(OVERHEAD)
-    assert 3 * cost["batch_ns_per_write"] < cost["single_call_ns"], cost
     print(f"\ncost of a posted write: {cost}")
+    assert 3 * cost["batch_ns_per_write"] < cost["single_call_ns"], cost
+    if "JAXRL_SYNC_SANITIZED" not in os.environ:  # checked memory costs more
+        assert cost["batch_ns_per_write"] < 5 * cost["turn_of_a_loop_ns"], cost
