@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxrl_sync.transfer.latest import take_latest as take_latest
     from jaxrl_sync.transfer.outcome import Outcome as Outcome
     from jaxrl_sync.transfer.outcome import Ticket as Ticket
+    from jaxrl_sync.transfer.payload.marks import Marked as Marked
     from jaxrl_sync.transfer.publisher import Publisher as Publisher
     from jaxrl_sync.transfer.subscriber import Subscriber as Subscriber
     from jaxrl_sync.transfer.subscriber import Update as Update
@@ -34,6 +35,7 @@ _HOME = {
     "take_latest": "latest",
     "Outcome": "outcome",
     "Ticket": "outcome",
+    "Marked": "payload.marks",
     "Publisher": "publisher",
     "Subscriber": "subscriber",
     "Update": "subscriber",

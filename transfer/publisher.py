@@ -168,7 +168,7 @@ class Publisher:
     # What the training thread calls.
 
     def publish(self, tree: Any, version: Version) -> Ticket:
-        """Publish a tree of arrays (or an iterator of (path, array)) as ``version``.
+        """Publish a tree of arrays (or an iterator of (path, array); or `Marked`) as ``version``.
 
         Returns once its export buffers are computed: the caller may then donate the tree. Announcing and
         moving happen in the background. MismatchError when the tensors aren't what ``source`` says (missing,
@@ -178,7 +178,7 @@ class Publisher:
         """
         start = time.monotonic()
         self._check_version(version)
-        tree = self._given.tree(tree)
+        tree = self._given.tree(self._comparing.tree(version, tree))
         self._retained.wait_room(version, self.config.timeout_s, lambda: not self.closing)
         kinds, spare = self._kinds_wanted(), self._take_spare()
         exports = {kind: begin_export(c, tree, spare.get(kind)) for kind, c in kinds.items()}

@@ -209,7 +209,11 @@ class Encoder:
 
     def encode_mask(self, masks: Tree, new: Tree) -> dict[str, list[Encoded] | None]:
         """The same from masks made by `masks.cast_with_mask` (u32[shards, words]); old bits are not kept."""
-        return self._climb(lambda paths, level: self.at_level(level, paths, masked=True)(masks, new))()
+        return self.start_mask(masks, new)()
+
+    def start_mask(self, masks: Tree, new: Tree) -> Callable[[], dict[str, list[Encoded] | None]]:
+        """Start `encode_mask`, as `start` does `encode`."""
+        return self._climb(lambda paths, level: self.at_level(level, paths, masked=True)(masks, new))
 
     def _climb(
         self, run: Callable[[tuple[str, ...], int], Any]

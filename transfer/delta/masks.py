@@ -39,6 +39,20 @@ def cast_with_mask(
     return cast, words
 
 
+def marked_cast(
+    old: Tree, new: Tree, wire: Mapping[str, Any], masks: Tree | None = None
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array], dict[str, jax.Array]]:
+    """(masters, cast, masks): `cast_with_mask` of masters that are pinned down first. Traceable.
+
+    The step must keep the masters that are returned here: compilers may compute ``new`` anew for every use,
+    with other roundings, and then what is kept isn't what was cast. ``masks`` go to `payload.marks.Marked`;
+    a step whose version isn't published hands its own on to the next one.
+    """
+    settled = jax.lax.optimization_barrier({path: new[path] for path in wire})
+    cast, words = cast_with_mask(old, settled, wire, masks)
+    return settled, cast, words
+
+
 def mask_words(site: Site, old: jax.Array, new: jax.Array) -> jax.Array:
     """u32[shards, words]: which elements of each shard differ in their bits. Traceable."""
     function = site.per_shard(lambda a, b: xla.mask_words(a, b)[None], 2, False)

@@ -7,12 +7,14 @@ programs of single devices need no such order.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping
 
 import jax
 
-from jaxrl_sync.transfer.delta.bits import CHUNK_ELEMENTS, DeltaError, unsigned
+from jaxrl_sync.transfer.delta import xla
+from jaxrl_sync.transfer.delta.bits import CHUNK_ELEMENTS, DeltaError, chunks, unsigned
 from jaxrl_sync.transfer.delta.buckets import Ladder
 from jaxrl_sync.transfer.delta.encode import Encoded, Encoder, Implementation, collect
 from jaxrl_sync.transfer.delta.sparse import Delta
@@ -56,12 +58,12 @@ class ShardEncoders:
         self._implementation: Implementation | None = implementation
         self._ladder = ladder or Ladder()
         self._interpret = interpret
-        self._encoders: dict[int, Encoder] = {}
+        self._encoders: dict[tuple[int, bool], Encoder] = {}
 
     def prepare(self, shards: Shards, keys: Iterable[Key]) -> None:
         """Compile for these shards, by a first comparison with themselves where there was none yet."""
         for device, paths in _by_device(shards, keys).items():
-            before = self._encoders.get(device)
+            before = self._encoders.get((device, False))
             encoder = self._encoder(device, shards, paths)
             if encoder is not before:
                 tree = {path: shards[device, path] for path in paths}
@@ -70,33 +72,40 @@ class ShardEncoders:
                 except jax.errors.JaxRuntimeError as error:
                     _warn(device, error)
 
-    def compare(self, old: Shards, new: Shards, keys: Iterable[Key]) -> dict[Key, list[Delta] | None]:
+    def compare(
+        self, old: Shards, new: Shards, keys: Iterable[Key], marks: Shards | None = None
+    ) -> dict[Key, list[Delta] | None]:
         """The changes of each shard, chunk by chunk, with old bits, on the host; None: look for yourself.
 
         That is where more changed than the ladder has room for, where the dtype or memory is none that
         encoders take, and where a device had no room for the comparison (one line in the log). All devices
-        work side by side; blocks until the last one is through.
+        work side by side; blocks until the last one is through. Of shards with ``marks`` (u32[1, words], a
+        bit per element, see `masks`) only what is marked is read; marks of what didn't change are dropped.
         """
-        keys = list(keys)
+        keys, marks = list(keys), marks or {}
         found: dict[Key, list[Delta] | None] = dict.fromkeys(keys)
         running: list[tuple[int, Encoder, Callable[[], dict[str, list[Encoded] | None]]]] = []
         for device, paths in _by_device(new, keys).items():
-            encoder = self._encoder(device, new, paths)
-            trees = [{path: shards[device, path] for path in paths} for shards in (old, new)]
-            try:
-                running.append((device, encoder, encoder.start(*trees)))
-            except jax.errors.JaxRuntimeError as error:
-                _warn(device, error)
+            for marked in (False, True):
+                chosen = [path for path in paths if ((device, path) in marks) == marked]
+                before, after = ({p: shards[device, p] for p in chosen} for shards in (old, new))
+                words = {path: marks[device, path] for path in chosen} if marked else None
+                try:
+                    if chosen:
+                        encoder = self._encoder(device, new, chosen, marked)
+                        running.append((device, encoder, _start(encoder, before, after, words)))
+                except jax.errors.JaxRuntimeError as error:
+                    _warn(device, error)
         for device, encoder, finish in running:
             try:
                 found.update(_collected(device, encoder, finish()))
             except jax.errors.JaxRuntimeError as error:
                 _warn(device, error)
-        return found
+        return {key: _changed_only(found[key]) if key in marks else found[key] for key in found}
 
-    def _encoder(self, device: int, shards: Shards, paths: list[str]) -> Encoder:
-        """The device's encoder, made anew when it is to compare other tensors than before."""
-        encoder = self._encoders.get(device)
+    def _encoder(self, device: int, shards: Shards, paths: list[str], marked: bool = False) -> Encoder:
+        """The device's encoder of tensors with or without marks, made anew when it is to take other ones."""
+        encoder = self._encoders.get((device, marked))
         tree = {path: shards[device, path] for path in paths}
         looks = {path: (site.shape, site.dtype) for path, site in encoder.sites.items()} if encoder else None
         if encoder is None or looks != {path: (x.shape, x.dtype) for path, x in tree.items()}:
@@ -109,8 +118,54 @@ class ShardEncoders:
                 interpret=self._interpret,
             )
             encoder.level = min(FIRST_LEVEL, len(self._ladder.shares) - 1)
-            self._encoders[device] = encoder
+            self._encoders[device, marked] = encoder
         return encoder
+
+
+def _start(
+    encoder: Encoder, old: dict[str, jax.Array], new: dict[str, jax.Array], words: dict[str, jax.Array] | None
+) -> Callable[[], dict[str, list[Encoded] | None]]:
+    if words is None:
+        return encoder.start(old, new)
+    finish = encoder.start_mask(words, new)
+
+    def with_old() -> dict[str, list[Encoded] | None]:
+        found = finish()
+        kept = {path: parts for path, parts in found.items() if parts is not None}
+        return {**found, **_with_old(kept, {path: old[path] for path in kept})}
+
+    return with_old
+
+
+@jax.jit
+def _with_old(
+    found: dict[str, list[Encoded]], old: dict[str, jax.Array]
+) -> dict[str, list[Encoded]]:  # one program per set of levels
+    return {
+        path: [
+            dataclasses.replace(part, old=xla.gather(_window(old[path], *window), part.positions[0])[None])
+            for window, part in zip(chunks(old[path].size, CHUNK_ELEMENTS), parts, strict=True)
+        ]
+        for path, parts in found.items()
+    }
+
+
+def _window(buffer: jax.Array, offset: int, elements: int) -> jax.Array:
+    return jax.lax.slice(buffer.reshape(-1), (offset,), (offset + elements,))
+
+
+def _changed_only(deltas: list[Delta] | None) -> list[Delta] | None:
+    """Without elements that were marked and are what they were."""
+    if deltas is None:
+        return None
+    found = []
+    for delta in deltas:
+        assert delta.old is not None
+        moved = delta.new != delta.old
+        if not moved.all():
+            delta = Delta(delta.elements, delta.positions[moved], delta.new[moved], delta.old[moved])
+        found.append(delta)
+    return found
 
 
 def _by_device(shards: Shards, keys: Iterable[Key]) -> dict[int, list[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Collection
+from typing import Any
 
 import jax
 
@@ -12,6 +13,7 @@ from jaxrl_sync.transfer.delta.shards import ShardEncoders
 from jaxrl_sync.transfer.exports import Exported, Shards, shards_of
 from jaxrl_sync.transfer.lazy import DeviceShards, Reads
 from jaxrl_sync.transfer.payload.differences import Differences
+from jaxrl_sync.transfer.payload.marks import Marks
 from jaxrl_sync.transfer.payload.settings import PayloadSettings
 from jaxrl_sync.transfer.version import Version
 
@@ -33,6 +35,7 @@ class Comparing:
         self._settings = settings
         self._threads = threads
         self._reads: dict[str, Reads] = {}
+        self._marks = Marks()
         self._lock = threading.Lock()
         self._kinds: dict[str, Differences] = {}
         if settings.kind != "full":
@@ -42,6 +45,12 @@ class Comparing:
     def extra_exports(self) -> int:
         """So many more exports than are held for readers can be alive: what the next one is compared with."""
         return int(self.form == "device")
+
+    def tree(self, version: Version, given: Any) -> Any:
+        """The tree of what ``publish`` was given; marks are used where devices compare, else let go."""
+        if self.form == "device":
+            return self._marks.take(version, given)
+        return Marks().take(version, given)
 
     def shards(self, version: Version, kind: str, exported: Exported) -> Shards:
         """The shards of one kind of export of a version."""
@@ -60,7 +69,7 @@ class Comparing:
         with self._lock:
             if kind not in self._kinds:
                 encoders = ShardEncoders(self._threads)
-                self._kinds[kind] = Differences(encoders, self._settings.history, self._threads)
+                self._kinds[kind] = Differences(encoders, self._settings.history, self._threads, self._marks)
             return self._kinds[kind]
 
     def stats(self) -> dict[str, float]:
@@ -70,6 +79,7 @@ class Comparing:
         return {
             "compare_on_device": float(self.form == "device"),
             "device_compares": sum(d.compares for d in kinds),
+            "marked_compares": sum(d.marked for d in kinds),
             "device_compare_s": sum(d.compare_s for d in kinds),
             "shards_read": sum(r.shards for r in reads),
             "shards_read_bytes": sum(r.nbytes for r in reads),

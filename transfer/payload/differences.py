@@ -15,11 +15,12 @@ import numpy as np
 from jaxrl_sync.sharding.native import flat_bytes
 from jaxrl_sync.transfer.codec.bits import Bits, bits_dtype
 from jaxrl_sync.transfer.delta.bits import CHUNK_ELEMENTS
-from jaxrl_sync.transfer.delta.shards import ShardEncoders
+from jaxrl_sync.transfer.delta.shards import ShardEncoders, Shards
 from jaxrl_sync.transfer.delta.sparse import Delta
 from jaxrl_sync.transfer.lazy import DeviceShards
 from jaxrl_sync.transfer.payload.entries import Entries, compare
 from jaxrl_sync.transfer.payload.inverse import Changes, Key, Local
+from jaxrl_sync.transfer.payload.marks import CHECK_EVERY, Marks
 from jaxrl_sync.transfer.payload.settings import sender_room_bytes
 from jaxrl_sync.transfer.version import Version
 
@@ -49,12 +50,18 @@ class _User:
 class Differences:
     """Thread-safe; a comparison is made under the lock, so that whoever asks second finds it done.
 
-    At most ``history`` differences are kept for users that lag, and half an export's worth of bytes.
+    At most ``history`` differences are kept for users that lag, and half an export's worth of bytes. Shards
+    that are marked (``marks``) aren't compared, but for the first time and every `CHECK_EVERY` times.
     """
 
-    def __init__(self, encoders: ShardEncoders, history: int, threads: int = 1) -> None:
+    def __init__(
+        self, encoders: ShardEncoders, history: int, threads: int = 1, marks: Marks | None = None
+    ) -> None:
         self.compares = 0
         """Comparisons that were made: of all shards that are followed, between two versions."""
+        self.marked = 0
+        """Those of them for which marks were used."""
+        self._marks = marks or Marks()
         self.compare_s = 0.0
         self._encoders = encoders
         self._history = history
@@ -131,10 +138,25 @@ class Differences:
             self.compare_s += time.perf_counter() - start
         self._baseline = shards
 
-    def _compare(self, old: DeviceShards, new: DeviceShards) -> Changes:
+    def _compare(self, old: DeviceShards, new: DeviceShards) -> dict[Key, Local]:
         keys = sorted(k for k in self._followed if k in old.parts and k in new.parts)
+        marks = self._marks.between(old.version, new.version, new.parts, keys)
+        found = self._found(old, new, keys, marks)
+        if marks:
+            self.marked += 1
+            if self.marked % CHECK_EVERY == 1:
+                compared = self._found(old, new, list(marks), {})
+                wrong = sorted(k for k in marks if not _equal(found[k], compared[k]))
+                if wrong:
+                    self._marks.distrust(f"those of {new.version} miss changes in {wrong[0][1]!r}")
+                found.update(compared)
+        return found
+
+    def _found(
+        self, old: DeviceShards, new: DeviceShards, keys: list[Key], marks: Shards
+    ) -> dict[Key, Local]:
         found: dict[Key, Local] = {}
-        for key, deltas in self._encoders.compare(old.parts, new.parts, keys).items():
+        for key, deltas in self._encoders.compare(old.parts, new.parts, keys, marks).items():
             if deltas is None:
                 found[key] = _local_of_parts(_on_host(old, new, key, self._threads))
             else:
@@ -192,6 +214,10 @@ def _local_of_parts(parts: list[Entries]) -> Local:
         _bits(np.concatenate([n for _, n, _ in parts])),
         _bits(np.concatenate([o for _, _, o in parts])),
     )
+
+
+def _equal(a: Local, b: Local) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def _bits(values: Bits) -> Bits:

@@ -1,0 +1,156 @@
+"""Marks made in the train step, through a live publisher: the bits of a full sync, nothing is compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_sync.sharding.paths import leaves_by_path, nested
+from jaxrl_sync.transfer import Version
+from jaxrl_sync.transfer.codec.rules import CodingRules
+from jaxrl_sync.transfer.delta.masks import marked_cast
+from jaxrl_sync.transfer.delta.shards import ShardEncoders
+from jaxrl_sync.transfer.lazy import DeviceShards
+from jaxrl_sync.transfer.payload.differences import Differences
+from jaxrl_sync.transfer.payload.marks import CHECK_EVERY, Marked, Marks
+from jaxrl_sync.transfer.payload.settings import PayloadSettings
+from tests.transfer.models import Rig, convert, host, same_bits, trainer_params
+
+Tree = dict[str, Any]
+
+
+def _settings(compare: Any = "device") -> PayloadSettings:
+    return PayloadSettings("sparse", CodingRules(values="auto", whole=False), compare=compare)
+
+
+def _wire(params: Any) -> Tree:
+    return {
+        path: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=x.sharding)
+        for path, x in leaves_by_path(params).items()
+    }
+
+
+class Steps:
+    """A train step on float32 masters that marks what its cast changes."""
+
+    def __init__(self, params: Any) -> None:
+        self.wire = _wire(params)
+        self.masters = leaves_by_path(params)
+        self.cast = {p: x.astype(jnp.bfloat16) for p, x in self.masters.items()}
+        self.masks: Tree | None = None
+        self._run = jax.jit(self._step)
+
+    def _step(self, masters: Tree, seed: Any, masks: Tree | None) -> Any:
+        moved = {}
+        for number, (path, x) in enumerate(masters.items()):
+            drawn = jax.random.normal(jax.random.fold_in(jax.random.key(seed), number), x.shape)
+            moved[path] = x - 2e-4 * jnp.tanh(drawn) * jnp.abs(x)
+        return marked_cast(masters, moved, self.wire, masks)
+
+    def step(self, seed: int) -> None:
+        self.masters, self.cast, self.masks = self._run(self.masters, seed, self.masks)
+
+    def marked(self, tree: Any, since: Version) -> Marked:
+        masks, self.masks = self.masks, None
+        assert masks is not None
+        return Marked(tree, masks, self.wire, since)
+
+
+@pytest.mark.invariant(39)
+@pytest.mark.parametrize("published", ["masters", "cast"])
+def test_marks_of_the_train_step_bring_every_version_bit_for_bit(rig: Rig, published: str) -> None:
+    steps = Steps(trainer_params())
+    tree = lambda: nested(getattr(steps, published))  # noqa: E731
+    publisher = rig.publisher(tree(), "tcp", payload=_settings())
+    subscriber = rig.subscriber(transport="tcp")
+    given: Any = tree()
+    for number in range(6):
+        publisher.publish(given, Version("a", number))
+        update = subscriber.poll(15)
+        assert update is not None
+        report = update.prepare()
+        assert report.payload == ("frame" if number else "full")
+        assert same_bits(update.swap(), convert(tree()))
+        steps.step(number)
+        if number == 2:  # a step whose version isn't published: marks of both are merged
+            steps.step(100)
+        given = steps.marked(tree(), Version("a", number))
+    stats = publisher.stats()
+    assert stats["marked_compares"] == stats["device_compares"] == 5
+
+
+def test_marks_since_another_version_and_on_the_host_are_let_go(rig: Rig) -> None:
+    for compare in ("device", "host"):
+        with rig:
+            steps = Steps(trainer_params())
+            publisher = rig.publisher(nested(steps.masters), "tcp", payload=_settings(compare))
+            subscriber = rig.subscriber(transport="tcp")
+            given: Any = nested(steps.masters)
+            for number in range(3):
+                publisher.publish(given, Version(compare, number))
+                update = subscriber.poll(15)
+                assert update is not None and update.prepare() is not None
+                assert same_bits(update.swap(), convert(nested(steps.masters)))
+                steps.step(number)
+                given = steps.marked(nested(steps.masters), Version(compare, 9))
+            assert publisher.stats()["marked_compares"] == 0
+
+
+def _followed(masks_of: Any, versions: int) -> tuple[Differences, Marks, list[bool]]:
+    """Whether what is found equals a comparison, version by version; marks by ``masks_of(number, mask)``."""
+    steps, marks = Steps({"w": jax.device_put(_weights(), jax.devices()[0])}), Marks()
+    differences, plain = (Differences(ShardEncoders(), 8, 1, m) for m in (marks, None))
+    user, keys, equal = object(), frozenset({(jax.devices()[0].id, "w")}), []
+    for number in range(versions):
+        version = Version("a", number)
+        for one in (differences, plain):
+            shards = DeviceShards(version, dict(steps.cast), one)
+            if number == 0:
+                one.follow(user, keys, shards)
+        if number:
+            found, wanted = (
+                one.since(user, DeviceShards(version, dict(steps.cast), one)) for one in (differences, plain)
+            )
+            assert found is not None and wanted is not None
+            pairs = [zip(a[k], b[k], strict=True) for a, b in zip(found, wanted, strict=True) for k in keys]
+            equal.append(all(np.array_equal(x, y) for pair in pairs for x, y in pair))
+        steps.step(number)
+        made = steps.marked(dict(steps.cast), version)
+        masks = {p: masks_of(number, m) for p, m in made.masks.items()}
+        marks.take(Version("a", number + 1), Marked(made.tree, masks, made.wire, version))
+    return differences, marks, equal
+
+
+def _weights() -> Any:
+    return np.random.default_rng(0).normal(0, 0.02, (64, 96)).astype(np.float32)
+
+
+def test_marks_of_what_did_not_change_are_dropped() -> None:
+    more = lambda number, mask: mask | jnp.uint32(0x00010000)  # noqa: E731
+    differences, marks, equal = _followed(more, CHECK_EVERY + 3)
+    assert all(equal) and marks.trusted and differences.marked == CHECK_EVERY + 2
+
+
+@pytest.mark.parametrize(("first", "known_at"), [(0, 1), (3, CHECK_EVERY + 1)])
+def test_missing_marks_are_noticed_by_the_check_and_never_used_again(
+    first: int, known_at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    less = lambda number, mask: mask & jnp.uint32(0xFFFF if number >= first else 0xFFFFFFFF)  # noqa: E731
+    differences, marks, equal = _followed(less, CHECK_EVERY + 4)
+    assert not marks.trusted and differences.marked == known_at
+    assert all(equal[known_at - 1 :]) and all(equal[: first or None])
+    assert [r.message for r in caplog.records if "aren't used any more" in r.message]
+
+
+def test_the_masters_that_a_step_keeps_are_those_that_it_cast() -> None:
+    steps = Steps(trainer_params())
+    for seed in range(3):
+        before = steps.cast
+        steps.step(seed)
+        again = {p: x.astype(jnp.bfloat16) for p, x in steps.masters.items()}
+        assert same_bits(again, steps.cast) and not same_bits(before, steps.cast)
+        assert host(steps.masks).keys() == steps.wire.keys()
