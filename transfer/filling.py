@@ -68,13 +68,13 @@ def fill(
     return moved
 
 
-def way_to(device: jax.Device) -> str:
+def way_to(device: Any) -> str:
     """In words, how a slot's content gets to a device."""
     how = f"through {PINNED}" if _has_pinned(device) else f"without {PINNED}, which {device.platform} lacks"
     return f"groups of {GROUP_BYTES >> 20} MiB {how}, {UNDER_WAY} on their way at a time"
 
 
-def _put(values: Sequence[npt.NDArray[Any]], devices: Sequence[jax.Device]) -> list[jax.Array]:
+def _put(values: Sequence[npt.NDArray[Any]], devices: Sequence[Any]) -> list[jax.Array]:
     """Arrays of their own memory on these devices, perhaps still on their way there."""
     where = [jax.sharding.SingleDeviceSharding(device) for device in devices]
     found: list[jax.Array] = jax.device_put(_staged(values, devices), where)
@@ -87,7 +87,7 @@ def _put(values: Sequence[npt.NDArray[Any]], devices: Sequence[jax.Device]) -> l
     ]
 
 
-def _staged(values: Sequence[npt.NDArray[Any]], devices: Sequence[jax.Device]) -> Sequence[Any]:
+def _staged(values: Sequence[npt.NDArray[Any]], devices: Sequence[Any]) -> Sequence[Any]:
     """The values in page-locked memory, or as they are where there is none."""
     if not all(_has_pinned(device) for device in devices):
         return values
@@ -100,7 +100,7 @@ def _staged(values: Sequence[npt.NDArray[Any]], devices: Sequence[jax.Device]) -
     return staged
 
 
-def _has_pinned(device: jax.Device) -> bool:
+def _has_pinned(device: Any) -> bool:
     return any(memory.kind == PINNED for memory in device.addressable_memories())
 
 

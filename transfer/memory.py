@@ -42,7 +42,7 @@ def pid_namespace() -> int:
         return 0
 
 
-class _Memory:
+class Closing:
     """What holds the memory in some other way (a registration with a device) gives it up before it closes."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class _Memory:
             give_up()
 
 
-class SharedMemory(_Memory):
+class SharedMemory(Closing):
     """A segment of its own under /dev/shm. ``data`` is the slot; ``close()`` removes the name at once.
 
     The mapping itself goes when the last array over it is gone: views keep it alive.
@@ -130,7 +130,7 @@ class SharedMemory(_Memory):
         return {"name": self.name, "nonce": self.nonce.hex(), "nbytes": self.nbytes}
 
 
-class PrivateMemory(_Memory):
+class PrivateMemory(Closing):
     """Anonymous memory with the interface of SharedMemory; nobody else can write it."""
 
     name = ""

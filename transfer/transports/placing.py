@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from jaxrl_sync.sharding import CopyTable, Edge, SlotLayout
 from jaxrl_sync.sharding.rank_plan import Copy
+from jaxrl_sync.transfer.errors import TransferError
 from jaxrl_sync.transfer.verbs.settings import VerbsSettings
 
 Rows = npt.NDArray[np.uint64]
@@ -70,8 +71,17 @@ def count_runs(edge: Edge) -> int:
     return total
 
 
-def choose_placement(edge: Edge, settings: VerbsSettings) -> tuple[Literal["placed", "staged"], str]:
-    """How the edge moves, and why in words."""
+def choose_placement(
+    edge: Edge, settings: VerbsSettings, obstacle: str = ""
+) -> tuple[Literal["placed", "staged"], str]:
+    """How the edge moves, and why in words. ``obstacle``: why nothing can be written to the slot itself.
+
+    TransferError where the settings place it nevertheless.
+    """
+    if obstacle:
+        if settings.placement == "placed":
+            raise TransferError(f"sync.verbs.placement is 'placed', but {obstacle}: 'auto' would stage")
+        return "staged", f"staged through host memory: {obstacle}"
     runs = count_runs(edge)
     mean = edge.total_bytes // max(1, runs)
     have = f"{runs} contiguous runs of {mean} bytes on average"

@@ -18,11 +18,11 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from jaxrl_sync.sharding import CopyTable, Edge, SlotLayout
 from jaxrl_sync.transfer.errors import PeerLost, ProtocolError, TransferError
-from jaxrl_sync.transfer.slots import Slot
+from jaxrl_sync.transfer.memory import PrivateMemory, SharedMemory
 from jaxrl_sync.transfer.transports.base import Shards, counted
 from jaxrl_sync.transfer.transports.parts import WHOLE, Flow
 from jaxrl_sync.transfer.transports.placing import choose_placement, chunks, count_chunks
@@ -38,8 +38,9 @@ from jaxrl_sync.transfer.verbs.endpoint import Endpoint, Memory, touched
 from jaxrl_sync.transfer.verbs.errors import VerbsError
 from jaxrl_sync.transfer.verbs.handshake import Remote, check_offer, integer, remote_of
 from jaxrl_sync.transfer.verbs.native import backend
-from jaxrl_sync.transfer.verbs.opened import SlotClosed
+from jaxrl_sync.transfer.verbs.opened import SlotClosed, open_device
 from jaxrl_sync.transfer.verbs.rail import Rows, pick
+from jaxrl_sync.transfer.verbs.regions import DeviceMemory
 from jaxrl_sync.transfer.verbs.settings import VerbsSettings
 from jaxrl_sync.transfer.wire import Connection
 
@@ -73,6 +74,15 @@ def watch_connection(connection: Connection) -> Callable[[], None]:
             raise PeerLost(f"the connection to {connection.peer} was closed during a transfer over verbs")
 
     return look
+
+
+class HasMemory(Protocol):
+    """A slot as far as a receiver looks at it."""
+
+    @property
+    def memory(self) -> SharedMemory | PrivateMemory | DeviceMemory:
+        """Where it lies."""
+        ...
 
 
 class VerbsSender:
@@ -183,11 +193,15 @@ class VerbsReceiver:
     name = "verbs"
 
     def __init__(
-        self, edge: Edge, settings: VerbsSettings, connection: Connection, slots: Sequence[Slot]
+        self, edge: Edge, settings: VerbsSettings, connection: Connection, slots: Sequence[HasMemory]
     ) -> None:
-        """Open devices, register the ring and, placed, the slots (the first time). VerbsError."""
+        """Open devices, register the ring and, placed, the slots (the first time). VerbsError.
+
+        Where the slots lie in a GPU's memory that can't be registered, the edge is staged, and ``receive``
+        wants views of host memory. TransferError where it is to be placed nevertheless.
+        """
         self._settings = settings
-        placement, why = choose_placement(edge, settings)
+        placement, why = choose_placement(edge, settings, _obstacle(settings, slots))
         self._placed = placement == "placed"
         self.moved = counted({} if self._placed else {"scattered": edge.total_bytes})
         self._windows = [] if self._placed else CopyTable.scatter(edge.copies).windows(settings.chunk_bytes)
@@ -199,6 +213,7 @@ class VerbsReceiver:
             settings, connection.peer, pairs=pairs, sends=2 * places + 8, receives=places
         )
         self._tag = 0
+        self._filling: Memory | None = None
         self.reason = f"{self._endpoint.reason}; {why}"
         self._endpoint.watch = watch_connection(connection)
         try:
@@ -219,7 +234,7 @@ class VerbsReceiver:
             self._endpoint.close()
             raise
 
-    def _registered(self, slot: Slot) -> Memory:
+    def _registered(self, slot: HasMemory) -> Memory:
         """A slot on every rail: registered the first time, for all edges that write it."""
         regions = []
         for rail in self._endpoint.rails:
@@ -239,12 +254,15 @@ class VerbsReceiver:
         self._tag = (self._tag + 1) % 256
         if not self._placed:
             return {"tag": self._tag}
-        return {"tag": self._tag, "slot": self._registered(slot).describe()}
+        self._filling = self._registered(slot)
+        return {"tag": self._tag, "slot": self._filling.describe()}
 
     def receive(self, views: Shards, deadline: float, flow: Flow = WHOLE) -> None:
         """Wait until every byte is in the slot. CompletionError, PeerLost, ProtocolError, DeadlineError."""
         if self._placed:
             count_placed(self._endpoint, self._tag, self._count, deadline)
+            if self._filling is not None:
+                self._filling.flush()
             return
 
         def scatter(index: int, place: memoryview) -> None:
@@ -269,6 +287,19 @@ class VerbsReceiver:
     def close(self) -> None:
         """Destroy queue pairs and the ring; the slots' registrations stay with them. Idempotent."""
         self._endpoint.close()
+
+
+def _obstacle(settings: VerbsSettings, slots: Sequence[HasMemory]) -> str:
+    """Why the memory of these slots can't be registered with the chosen ports; empty where it can."""
+    regions = [slot.memory.region for slot in slots if isinstance(slot.memory, DeviceMemory)]
+    for chosen in pick(settings) if regions else ():
+        device = open_device(settings.backend, chosen.port.device)
+        try:
+            for refusal in filter(None, map(device.refusal, regions)):
+                return refusal
+        finally:
+            device.give_back()
+    return ""
 
 
 def frame_sizes(nbytes: int, chunk_bytes: int) -> list[int]:

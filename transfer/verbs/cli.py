@@ -15,9 +15,9 @@ from jaxrl_sync.transfer.verbs.devices import SYSFS, Choice, Port, distance, rai
 from jaxrl_sync.transfer.verbs.errors import VerbsError
 from jaxrl_sync.transfer.verbs.handshake import MTU_BYTES
 from jaxrl_sync.transfer.verbs.native import native
+from jaxrl_sync.transfer.verbs.regions import MODULES, PEER_MODULES
 
 _HUGE = Path("/sys/kernel/mm/hugepages")
-_PEER_MEMORY = ("nvidia_peermem", "nv_peer_mem", "ib_peer_mem")
 
 
 def describe(choice: Choice = Choice(), sysfs: Path = SYSFS, count: int = 1) -> dict[str, Any]:  # noqa: B008
@@ -31,7 +31,7 @@ def describe(choice: Choice = Choice(), sysfs: Path = SYSFS, count: int = 1) -> 
         "library": _library(),
         "memlock_bytes": _memlock(),
         "huge_pages": _huge_pages(),
-        "peer_memory_modules": [m for m in _PEER_MEMORY if (Path("/sys/module") / m).exists()],
+        "peer_memory_modules": [m for m in PEER_MODULES if (MODULES / m).exists()],
         "ports": [_port(port, choice, sysfs) for port in ports],
     }
     try:

@@ -26,6 +26,7 @@ from jaxrl_sync.transfer.verbs.native import backend
 from jaxrl_sync.transfer.verbs.opened import Registered
 from jaxrl_sync.transfer.verbs.rail import Lane, Rail, Rows, calls, close_all, pick
 from jaxrl_sync.transfer.verbs.records import FLUSHED, SUCCESS, new_records, opcode_name
+from jaxrl_sync.transfer.verbs.regions import Region
 from jaxrl_sync.transfer.verbs.settings import VerbsSettings
 
 logger = logging.getLogger("jaxrl_sync.transfer")
@@ -47,6 +48,14 @@ class Memory:
 
     def __init__(self, buffer: memoryview, regions: Sequence[Registered]) -> None:
         self.buffer, self.regions = buffer, list(regions)
+
+    def ready(self) -> None:
+        """Blocks until what computes the content is through."""
+        self.regions[0].region.ready()
+
+    def flush(self) -> None:
+        """Blocks until what peers have written is seen by who uses the memory next."""
+        self.regions[0].region.flush()
 
     def describe(self) -> dict[str, Any]:
         """What the peer needs to write here; JSON."""
@@ -102,9 +111,10 @@ class Endpoint:
         """The ports, for messages."""
         return "+".join(rail.chosen.port.name for rail in self.rails)
 
-    def register(self, buffer: memoryview, *, remote_write: bool) -> Memory:
+    def register(self, what: memoryview | Region, *, remote_write: bool) -> Memory:
         """Register memory of this edge alone on every rail, until ``close``. VerbsError."""
-        return Memory(buffer, [rail.register(buffer, remote_write=remote_write) for rail in self.rails])
+        buffer = what if isinstance(what, memoryview) else memoryview(b"")
+        return Memory(buffer, [rail.register(what, remote_write=remote_write) for rail in self.rails])
 
     def describe(self) -> dict[str, Any]:
         """What the other side needs to connect; JSON."""
@@ -143,9 +153,11 @@ class Endpoint:
     ) -> Ticket:
         """Post writes (local offset, remote offset, bytes) and ``imm`` behind them; the last one's ticket.
 
+        Waits for what computes the source's content first.
         Cut where a message or a region ends. Blocks while the queue is full. DeadlineError, CompletionError,
         PeerLost where ``watch`` says so or another thread closed this side.
         """
+        source.ready()
         rail = self.rails[lane.rail]
         region = source.regions[lane.rail]
         cut = list(calls(rows, region.part_bytes, remote, lane.rail, rail.largest))

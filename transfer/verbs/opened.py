@@ -18,6 +18,7 @@ from jaxrl_sync.transfer.memory import PrivateMemory, SharedMemory
 from jaxrl_sync.transfer.verbs.errors import VerbsError
 from jaxrl_sync.transfer.verbs.events import AsyncEvent, EventWatcher
 from jaxrl_sync.transfer.verbs.native import backend
+from jaxrl_sync.transfer.verbs.regions import DeviceMemory, Region, peer_module
 
 logger = logging.getLogger("jaxrl_sync.transfer")
 
@@ -70,7 +71,22 @@ class OpenDevice:
         """Asynchronous events of the device since then (on the monotonic clock), the newest 64 of them."""
         return [event for at, event in list(self._events) if at >= since_s]
 
-    def register_slot(self, memory: SharedMemory | PrivateMemory, part_bytes: int) -> Registered:
+    def refusal(self, region: Region) -> str:
+        """Why a region can't be registered here, in words; empty where nothing speaks against it."""
+        if region.kind != "cuda" or (region.dmabuf[0] < 0 and peer_module()):
+            return ""
+        if region.dmabuf[0] < 0:
+            why = region.why or "none was given"
+            return f"GPU memory without a dmabuf ({why}) or a peer memory module"
+        if not hasattr(self.context, "dmabuf_supported"):
+            return "GPU memory takes the native backend of verbs"
+        if not self.context.dmabuf_supported():
+            return f"{self.name} or this libibverbs takes no dmabufs"
+        return ""
+
+    def register_slot(
+        self, memory: SharedMemory | PrivateMemory | DeviceMemory, part_bytes: int
+    ) -> Registered:
         """A slot's registration, made the first time; it goes when its memory is closed.
 
         VerbsError; SlotClosed when the slot is being replaced right now.
@@ -80,7 +96,8 @@ class OpenDevice:
             if found is not None:
                 return found
             try:
-                found = Registered(self.borrow(), memory.data, part_bytes, remote_write=True)
+                what = memory.region if isinstance(memory, DeviceMemory) else memory.data
+                found = Registered(self.borrow(), what, part_bytes, remote_write=True)
             except ValueError as error:  # its view was released
                 raise SlotClosed("the slot's memory was closed") from error
             self._slots[id(memory)] = found
@@ -106,27 +123,38 @@ def open_device(kind: str, name: str) -> OpenDevice:
 class Registered:
     """Memory registered with one device, as one region or as several of ``part_bytes`` each.
 
-    Owns the regions and one use of the device.
+    A buffer of the host, or any `Region`. Owns the registrations and one use of the device.
     """
 
     def __init__(
-        self, device: OpenDevice, buffer: memoryview, part_bytes: int, *, remote_write: bool
+        self, device: OpenDevice, what: memoryview | Region, part_bytes: int, *, remote_write: bool
     ) -> None:
         """Register. VerbsError; then nothing stays registered and the device is given back."""
         self.parts: list[Any] = []
         self._device: OpenDevice | None = device
         try:
-            self.part_bytes = min(part_bytes, usable_bytes(device), -(-buffer.nbytes // 4096) * 4096)
-            for start in range(0, buffer.nbytes, self.part_bytes):
-                part = buffer[start : start + self.part_bytes]
-                # Only completions say here that data is in place, so PCIe may reorder it on the way.
-                options = {"remote_write": remote_write, "relaxed_ordering": True}
-                self.parts.append(device.module.MemoryRegion(device.context, part, **options))
+            self.region = what if isinstance(what, Region) else Region.of_buffer(what)
+            self.nbytes = self.region.nbytes
+            if refusal := device.refusal(self.region):
+                raise VerbsError(0, f"{self.nbytes} bytes can't be registered with {device.name}: {refusal}")
+            self.part_bytes = min(part_bytes, usable_bytes(device), -(-self.nbytes // 4096) * 4096)
+            for start in range(0, self.nbytes, self.part_bytes):
+                self.parts.append(self._part(device, start, remote_write))
         except BaseException:
             self.close()
             raise
         self.address: int = self.parts[0].address
-        self.nbytes = buffer.nbytes
+
+    def _part(self, device: OpenDevice, start: int, remote_write: bool) -> Any:
+        """One region of the device, from ``start`` on."""
+        region, make = self.region, device.module.MemoryRegion
+        (fd, offset), nbytes = region.dmabuf, min(self.part_bytes, self.nbytes - start)
+        if fd >= 0:
+            where = {"offset": offset + start, "length": nbytes, "iova": region.address + start}
+            return make(device.context, dmabuf_fd=fd, remote_write=remote_write, **where)
+        # Only completions say here that data is in place, so PCIe may reorder it on the way.
+        options = {"remote_write": remote_write, "relaxed_ordering": True}
+        return make(device.context, region.buffer(start, nbytes), **options)
 
     def describe(self) -> dict[str, Any]:
         """What a peer needs to write here, beside address and length; JSON."""

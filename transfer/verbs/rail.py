@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import mmap
 import secrets
 import threading
 import time
@@ -22,6 +21,7 @@ from jaxrl_sync.transfer.verbs.errors import PortDown, VerbsError
 from jaxrl_sync.transfer.verbs.handshake import MTU_BYTES, Remote
 from jaxrl_sync.transfer.verbs.health import HEALTH
 from jaxrl_sync.transfer.verbs.opened import OpenDevice, Registered, open_device
+from jaxrl_sync.transfer.verbs.regions import Region
 from jaxrl_sync.transfer.verbs.settings import VerbsSettings
 
 CLOSE_S = 1.0
@@ -154,10 +154,10 @@ class Rail:
             raise PeerLost(f"the edge to {self._peer} over {self.chosen.port.name} was closed on this side")
         return device
 
-    def register(self, memory: memoryview | mmap.mmap, *, remote_write: bool) -> Registered:
+    def register(self, what: memoryview | Region, *, remote_write: bool) -> Registered:
         """Memory of this edge alone, registered until ``close``. VerbsError."""
         part = self._settings.max_region_bytes
-        made = Registered(self.open_device().borrow(), memoryview(memory), part, remote_write=remote_write)
+        made = Registered(self.open_device().borrow(), what, part, remote_write=remote_write)
         self._regions.append(made)
         return made
 

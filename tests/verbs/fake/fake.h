@@ -79,6 +79,7 @@ struct mr {
     struct mr *next;
     int access;
     uint64_t iova;
+    uint8_t *mapped; /* pages of a dmabuf, or NULL */
 };
 
 extern struct fake_knobs fake_knobs;

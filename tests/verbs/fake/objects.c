@@ -6,7 +6,10 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
+
+#define DMABUF_PAGE 4096
 
 struct fake_knobs fake_knobs;
 struct fake_counts fake_counts;
@@ -262,19 +265,23 @@ struct vb_mr *ibv_reg_mr_iova2(struct vb_pd *pd, void *addr, size_t length, uint
     return enlist(pd, addr, length, iova, (int)access);
 }
 
-/* The "dmabuf" is any file that can be mapped; its pages stay mapped for as long as the process lives. */
+/* The "dmabuf" is any file that can be mapped: what is written to the region can be read in the file. */
 struct vb_mr *ibv_reg_dmabuf_mr(struct vb_pd *pd, uint64_t offset, size_t length, uint64_t iova, int fd, int access)
 {
     if (fake_knobs.dmabuf_errno || fcntl(fd, F_GETFD) < 0) {
         errno = fake_knobs.dmabuf_errno ? (int)fake_knobs.dmabuf_errno : EBADF;
         return NULL;
     }
-    uint8_t *memory = calloc(1, length);
-    if (pread(fd, memory, length, (off_t)offset) < 0) {
-        free(memory);
+    size_t before = offset % DMABUF_PAGE;
+    uint8_t *pages = mmap(NULL, before + length, PROT_READ | PROT_WRITE, MAP_SHARED, fd, (off_t)(offset - before));
+    if (pages == MAP_FAILED)
         return NULL;
-    }
-    return enlist(pd, memory, length, iova, access);
+    struct vb_mr *made = enlist(pd, pages + before, length, iova, access);
+    if (made)
+        ((struct mr *)made)->mapped = pages;
+    else
+        munmap(pages, before + length);
+    return made;
 }
 
 int ibv_dereg_mr(struct vb_mr *target)
@@ -289,8 +296,8 @@ int ibv_dereg_mr(struct vb_mr *target)
         }
     pthread_mutex_unlock(&fake_lock);
     struct mr *mr = (struct mr *)target;
-    if (mr->iova != (uint64_t)(uintptr_t)target->addr)
-        free(target->addr); /* the copy of a dmabuf */
+    if (mr->mapped)
+        munmap(mr->mapped, (size_t)((uint8_t *)target->addr - mr->mapped) + target->length);
     free(mr);
     return 0;
 }
