@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import interpreters
 from tests.sharding import golden
 
 GOLDEN = {
@@ -26,7 +24,6 @@ GOLDEN = {
     "kimi-k2": "c222f8dae11f71698edd3cec17927b12",
 }
 LARGE = ("qwen3-30b-a3b", "kimi-k2")
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_small_digests_are_the_committed_ones() -> None:
@@ -35,25 +32,8 @@ def test_small_digests_are_the_committed_ones() -> None:
     assert set(found) == set(GOLDEN) - set(LARGE) and len(set(found.values())) == len(found)
 
 
-def _others() -> list[str]:
-    """Interpreters of other versions that have jax: those of JAXRL_SYNC_OTHER_PYTHONS, or on PATH."""
-    named = os.environ.get("JAXRL_SYNC_OTHER_PYTHONS", "").split(os.pathsep)
-    on_path = [shutil.which(f"python3.{minor}") for minor in (11, 12, 13)]
-    found: dict[str, str] = {}
-    for python in [p for p in (*named, *on_path) if p]:
-        words = [python, "-c", "import sys, jax; print(sys.version_info[:2])"]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=120)
-        if done.returncode == 0 and done.stdout.strip() != str(tuple(sys.version_info[:2])):
-            found.setdefault(done.stdout.strip(), python)
-    return list(found.values())
-
-
 def _digests(python: str) -> dict[str, str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    words = [python, str(ROOT / "tests" / "sharding" / "golden.py"), "--large"]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, str] = json.loads(done.stdout)
+    found: dict[str, str] = json.loads(interpreters.run(python, Path(golden.__file__), "--large"))
     return found
 
 
@@ -61,7 +41,7 @@ def _digests(python: str) -> dict[str, str]:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("which", ["this interpreter", "another version"])
 def test_digests_of_published_models_are_the_committed_ones(which: str) -> None:
-    pythons = [sys.executable] if which == "this interpreter" else _others()
+    pythons = [sys.executable] if which == "this interpreter" else interpreters.others()
     if not pythons:
         pytest.skip("no interpreter of another version has jax; name one in JAXRL_SYNC_OTHER_PYTHONS")
     for python in pythons:
