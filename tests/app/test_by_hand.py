@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from jaxrl_sync.transfer.auth import create_token, load_token, run_id_of
 from jaxrl_sync.transfer.errors import TransferError
 from jaxrl_sync.transfer.hub.client import HubClient
 from tests.app.runs import ADDITION, CACHE, SMALL
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.invariant(19)]
 
@@ -37,9 +37,7 @@ class ByHand:
         save(load(ADDITION, parse_overrides(words)), run_dir / "config.toml")
         self.token_file = Path(f"{run_dir}.token")
         create_token(self.token_file)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self.hub_url = f"http://127.0.0.1:{self.port}"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.start("hub", "--port", str(self.port))

@@ -28,6 +28,7 @@ from jaxrl_sync.batch.pack import PackConfig, pack
 from jaxrl_sync.transfer import auth, wire
 from jaxrl_sync.transfer.errors import AuthError, DeadlineError, PeerLost, ResourceError
 from tests.batch.strategies import make_sample
+from tests.ports import free_port
 
 TOKEN = "ab" * 32
 FAST = ConnectionConfig(
@@ -148,10 +149,8 @@ def test_a_slow_trainer_is_no_dead_one_but_a_silent_one_is() -> None:
 
 
 def test_nobody_there_is_named_within_the_reconnect_bound() -> None:
-    with wire.listen("127.0.0.1") as gone:
-        address = f"127.0.0.1:{gone.getsockname()[1]}"
     with (
-        sender_to(address) as sender,
+        sender_to(f"127.0.0.1:{free_port()}") as sender,
         pytest.raises(PeerLost, match="no connection to trainer data rank 0 within 1 s"),
     ):
         sender.connect()

@@ -12,6 +12,7 @@ import pytest
 
 from tests.faults.proxy_client import ProxyClient, ProxyError, dial
 from tests.faults.rules import Bucket, Edge, Rule, Trigger
+from tests.ports import free_port
 
 DATA = bytes(hashlib.shake_128(b"bytes").digest(3 << 20))
 
@@ -224,8 +225,7 @@ def test_a_rule_with_a_mistake_is_refused_by_name(proxy: ProxyClient) -> None:
 
 
 def test_a_peer_that_cannot_be_reached_is_a_reset(proxy: ProxyClient) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        address = f"127.0.0.1:{gone.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     client = dial(proxy.listen(), Edge("e", address, "data"), 10)
     client.settimeout(20)
     with pytest.raises(ConnectionResetError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from jaxrl_sync.transfer.files.channel import Channel
 from jaxrl_sync.transfer.files.config import Trust
 from jaxrl_sync.transfer.files.replay import verify
 from tests.files.channels import holds, reader, take, write, writer
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -22,9 +22,7 @@ class World:
     """Two ranks that are told the same."""
 
     def __init__(self, role: str, path: Path, name: str) -> None:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{sock.getsockname()[1]}"
+        address = f"127.0.0.1:{free_port()}"
         command = [sys.executable, "-m", "tests.files.rank", role, str(path), address]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.ranks = [subprocess.Popen([*command, str(r), name], **pipes) for r in range(2)]  # type: ignore[call-overload]

@@ -32,6 +32,7 @@ from jaxrl_sync.transfer import Publisher, PublisherConfig, auth, clean
 from jaxrl_sync.transfer.hub.client import HubClient
 from jaxrl_sync.transfer.version import Version
 from tests.inference.engine_helpers import TINY, ask, generate, tp_mesh, trainer_weights
+from tests.ports import free_port
 from tests.transfer.models import ServerThread, segments
 
 CONFIG = EngineConfig(
@@ -106,9 +107,7 @@ class World:
 
     def start(self, size: int = 1, swap_policy: str = "approved", port: int = 0) -> list[Child]:
         """Start an engine of ``size`` processes, tp=2 over all of them."""
-        with socket.socket() as probe_socket:
-            probe_socket.bind(("127.0.0.1", 0))
-            coordinator = f"127.0.0.1:{probe_socket.getsockname()[1]}"
+        coordinator = f"127.0.0.1:{free_port()}"
         started = [self._start_rank(r, size, coordinator, swap_policy, port) for r in range(size)]
         self.children += started
         return started

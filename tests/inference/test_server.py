@@ -1,14 +1,10 @@
-"""The engine's HTTP calls on a real engine: answers, refusals, deadlines, disconnects, shutdown."""
+"""The HTTP calls of an engine on a real engine: answers, refusals, deadlines, shutdown."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import socket
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -16,81 +12,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxrl_sync.inference import http_shell
-from jaxrl_sync.inference.chat import chat_format
-from jaxrl_sync.inference.config import EngineConfig
 from jaxrl_sync.inference.engine import Engine
 from jaxrl_sync.inference.engine_thread import EngineThread
-from jaxrl_sync.inference.errors import SwapTimeoutError
-from jaxrl_sync.inference.openai_api import OpenAIModel
-from jaxrl_sync.inference.request import PauseMode
 from jaxrl_sync.inference.server import EngineServer, PortInUseError, ServerConfig
-from jaxrl_sync.inference.tokenizer import CharTokenizer
-from jaxrl_sync.transfer import impatient
-from jaxrl_sync.transfer.version import Version
+from tests.inference.served import CONFIG, TOKEN, eventually, generate_body
 
-from .engine_helpers import engine_weights, make_engine, tp_mesh
-
-TOKEN = "0123456789abcdef" * 2
-CONFIG = EngineConfig(
-    slots=4, max_len=48, prefill_lengths=(16,), prefill_rows=2, max_stop_ids=6, max_waiting=3
-)
-DIGITS = CharTokenizer("0123456789+= ", size=24)
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with make_engine(CONFIG) as engine, EngineThread(engine):
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def server(engine: Engine) -> Iterator[EngineServer]:
-    def swap(version: Version, timeout_s: float, mode: PauseMode) -> Future[dict[str, Any]]:
-        answer: Future[dict[str, Any]] = Future()
-        if version.number == 666:
-            answer.set_exception(SwapTimeoutError("pinned groups were still running"))
-            return answer
-        weights = engine_weights(version.number, tp_mesh(), config=CONFIG)
-        report = engine.request_swap(version, lambda: weights, timeout_s)
-        report.add_done_callback(lambda f: answer.set_result({"number": f.result().version.number}))
-        return answer
-
-    openai = OpenAIModel("policy", CONFIG, engine.model.vocab_size, DIGITS, chat_format(DIGITS))
-    extra: Callable[[], dict[str, Any]] = lambda: {"prepared": 3}  # noqa: E731
-    with EngineServer(
-        engine, token=TOKEN, config=ServerConfig(name="e7"), openai=openai, swap=swap, extra_stats=extra
-    ) as running:
-        yield running
-
-
-@pytest.fixture
-def http(server: EngineServer) -> Iterator[httpx.Client]:
-    headers = {"Authorization": f"Bearer {TOKEN}"}
-    with httpx.Client(base_url=server.url, headers=headers, timeout=60) as client:
-        yield client
-
-
-@pytest.fixture
-def frozen(http: httpx.Client, engine: Engine) -> Iterator[None]:
-    """The engine paused, so that whatever is submitted stays under way; afterwards it is idle and ready."""
-    assert http.post("/pause", json={"mode": "keep"}).json() == {"state": "paused"}
-    yield
-    assert http.post("/resume").json() == {"state": "ready"}
-    eventually(lambda: engine.stats().running == engine.stats().waiting == 0)
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "condition not reached"
-        time.sleep(0.01)
-
-
-def generate_body(request_id: str, **sampling: Any) -> dict[str, Any]:
-    return {"request_id": request_id, "prompt": [4, 5, 6], "sampling": {"max_tokens": 5, **sampling}}
-
-
-# The token.
+from .engine_helpers import make_engine, tp_mesh
 
 
 @pytest.mark.parametrize(
@@ -154,9 +81,6 @@ def test_metrics_tell_what_stats_tell(http: httpx.Client) -> None:
     assert found["jaxrl_sync_engine_version_number", ""] == stats["version"]["number"]
     assert [found["jaxrl_sync_engine_state", s] for s in ("ready", "paused", "poisoned")] == [1, 0, 0]
     assert len(found) >= 14
-
-
-# The loop's calls.
 
 
 def test_generate_answers_with_tokens_logprobs_and_versions(http: httpx.Client) -> None:
@@ -320,96 +244,6 @@ def test_step_that_raises_fails_the_waiting_client_at_once() -> None:
             thread.check()
 
 
-# Clients that go away, and clients that never come to the point.
-
-
-def raw(server: EngineServer, data: bytes) -> socket.socket:
-    host, port = server.url.removeprefix("http://").split(":")
-    sock = socket.create_connection((host, int(port)), timeout=20)
-    sock.sendall(data)
-    return sock
-
-
-def post(path: str, body: dict[str, Any]) -> bytes:
-    content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
-    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/generate", {**generate_body("gone"), "n": 2}),
-        ("/v1/completions", {"model": "policy", "prompt": "1+", "n": 2}),
-        ("/v1/completions", {"model": "policy", "prompt": "1+", "n": 2, "stream": True}),
-        ("/v1/chat/completions", {"model": "policy", "messages": [{"role": "user", "content": "1"}], "n": 2}),
-    ],
-)
-def test_a_client_that_goes_away_frees_the_engine(
-    server: EngineServer, engine: Engine, frozen: None, path: str, body: dict[str, Any]
-) -> None:
-    sock = raw(server, post(path, body))
-    eventually(lambda: engine.stats().waiting + engine.stats().running == 2)
-    sock.close()
-    eventually(lambda: engine.stats().waiting + engine.stats().running == 0)
-
-
-@pytest.mark.parametrize(
-    "beginning",
-    [b"", b"POST /generate HTTP/1.1\r\nHost:", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea"],
-    ids=["silence", "half a header", "half a second request"],
-)
-def test_slow_headers_are_cut_off(
-    server: EngineServer, monkeypatch: pytest.MonkeyPatch, beginning: bytes
-) -> None:
-    monkeypatch.setattr(impatient, "HEADERS_DEADLINE_S", 0.2)
-    monkeypatch.setattr(impatient, "KEEP_ALIVE_S", 0.2)
-    sock = raw(server, beginning)
-    begun = time.monotonic()
-    while sock.recv(4096):
-        pass
-    assert time.monotonic() - begun < 10
-    sock.close()
-
-
-def test_slow_body_is_408(server: EngineServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_shell, "BODY_DEADLINE_S", 0.2)
-    whole = post("/generate", generate_body("slow"))
-    with raw(server, whole[:-5]) as sock:
-        answer = sock.recv(4096)
-        while b"not complete after 0.2 s" not in answer:  # head and body may come one after the other
-            part = sock.recv(4096)
-            assert part, answer
-            answer += part
-    assert answer.startswith(b"HTTP/1.1 408")
-
-
-def test_reader_that_lets_its_answers_stand_is_cut_off(
-    server: EngineServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(impatient, "SEND_DEADLINE_S", 0.3)
-    call = f"GET /stats HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.connect((host, int(port)))
-        sock.settimeout(0.5)
-        end = time.monotonic() + 30
-        with pytest.raises(ConnectionError):
-            while time.monotonic() < end:
-                with contextlib.suppress(TimeoutError):
-                    sock.sendall(call * 1000)
-
-
-def test_header_of_many_bytes_is_refused(server: EngineServer) -> None:
-    sock = raw(server, b"GET /health HTTP/1.1\r\nX: " + b"a" * (1 << 17))
-    assert sock.recv(4096).startswith(b"HTTP/1.1 400")
-    sock.close()
-
-
-# Start and end.
-
-
 def test_taken_port_is_one_line_and_exit_code_3(engine: Engine) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(PortInUseError) as caught:
         EngineServer(engine, token=TOKEN, config=ServerConfig(port=taken.getsockname()[1]))
@@ -450,61 +284,6 @@ def test_a_refused_twin_does_not_hide_the_running_generation_from_close(engine: 
         server.close(drain_s=0.1)
         assert [s["finish_reason"] for s in running.result(60).json()["samples"]] == ["abort"]
     engine.resume().result(20)
-
-
-@pytest.mark.parametrize(
-    "head",
-    [
-        "Content-Length: 9223372036854775808",
-        "Content-Length: -1",
-        "Content-Length: 5\r\nContent-Length: 6",
-        "Content-Length: 5\r\nTransfer-Encoding: chunked",
-        "Authorization: Bearer x\r\nContent-Length: 0",
-    ],
-)
-def test_heads_that_lie_are_refused_and_the_server_lives(
-    server: EngineServer, http: httpx.Client, head: str
-) -> None:
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), 5) as sock:
-        sock.settimeout(10)
-        lines = f"POST /abort HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n{head}\r\n\r\n"
-        sock.sendall(lines.encode() + b"0\r\n\r\n")
-        assert sock.recv(200).split(b" ")[1] in (b"400", b"401", b"413")
-    assert http.get("/health").status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("path", "content"),
-    [
-        ("/generate", b'{"a":' * 5000),
-        ("/generate", b'{"request_id": "\\ud800", "prompt": [1], "n": 1' + b"0" * 5000 + b"}"),
-        ("/generate", b'{"request_id": "x", "prompt": [NaN]}'),
-        ("/swap", b'{"lineage": "a", "number": 1, "timeout_s": NaN}'),
-        ("/v1/completions", b'{"model": "policy", "prompt": "\\ud800"}'),
-        (
-            "/v1/chat/completions",
-            b'{"model": "policy", "messages": [{"role": "user", "content": "\\udfff"}]}',
-        ),
-        ("/v1/completions", b'{"model": "policy", "prompt": "1", "\\ud800": 3}'),
-        ("/v1/completions", b'{"model": "policy", "prompt": "1", "temperature": Infinity}'),
-        ("/abort", b"\xff\xfe"),
-    ],
-)
-def test_bodies_that_lie_are_400(http: httpx.Client, path: str, content: bytes) -> None:
-    answer = http.post(path, content=content)
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["message"]
-
-
-def test_many_idle_connections_keep_nobody_waiting(server: EngineServer, http: httpx.Client) -> None:
-    host, port = server.url.removeprefix("http://").split(":")
-    idle = [socket.create_connection((host, int(port)), 5) for _ in range(300)]
-    try:
-        assert http.post("/generate", json=generate_body("many")).status_code == 200
-    finally:
-        for sock in idle:
-            sock.close()
 
 
 def test_close_aborts_what_does_not_end_in_time(engine: Engine) -> None:

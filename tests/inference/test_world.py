@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from jaxrl_sync.launch.worker import free_port
+from tests.ports import free_port
 
 CHILD = """
 import logging, sys

@@ -6,7 +6,6 @@ import dataclasses
 import errno
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from jaxrl_sync.inference.checkpoint import load_trainer, save_trainer
 from jaxrl_sync.trainer import state as train_state
 from jaxrl_sync.trainer.checkpoint import CheckpointError, Checkpoints, Meta
 from jaxrl_sync.transfer.version import Version
+from tests.ports import free_port
 from tests.trainer.batches import MODEL, build, host, micros, packed, same_bits, samples, trainer_config
 
 
@@ -115,9 +115,7 @@ def test_a_checkpoint_of_a_4x1_mesh_restores_bit_for_bit_on_two_processes(tmp_pa
 
 def _two_ranks(folder: Path, out: Path) -> list[dict[str, Any]]:
     """The shards of each rank of a two-process world that restores ``folder``."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    coordinator = f"127.0.0.1:{free_port()}"
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     root = Path(__file__).resolve().parents[2]
     base = [sys.executable, "-m", "tests.trainer.restore_child", str(folder), coordinator]

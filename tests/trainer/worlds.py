@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -23,6 +22,7 @@ from jaxrl_sync.launch.environment import base_environment, role_environment
 from jaxrl_sync.transfer import auth
 from jaxrl_sync.transfer.hub.client import HubClient, Member
 from jaxrl_sync.transfer.hub.server import run_hub
+from tests.ports import free_port
 from tests.trainer.batches import MODEL, ROWS, SEQ_LEN, packed, samples
 
 DEADLINE_S = 240.0
@@ -61,9 +61,7 @@ class TrainerWorld:
         self.token_file, self.hub_url, self.size = run_dir / "token", hub_url, config.trainer.processes
         cache = run_dir.parent.parent / "xla-cache"  # the worlds of one test session compile the same
         env = role_environment(base_environment(os.environ, cache / "run"), config.trainer)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+        coordinator = f"127.0.0.1:{free_port()}"
         self.processes = []
         for rank in range(self.size):
             args = ["--run-dir", str(run_dir), "--hub", hub_url, "--rank", str(rank)]

@@ -30,6 +30,7 @@ from jaxrl_sync.transfer.hub.client import HubRefused
 from jaxrl_sync.transfer.hub.local import LocalHub, find_hub
 from jaxrl_sync.transfer.memory import SharedMemory
 from jaxrl_sync.transfer.publisher import Publisher
+from tests.ports import free_port
 from tests.transfer.models import (
     Rig,
     ServerThread,
@@ -340,8 +341,7 @@ def test_an_address_that_somebody_else_could_have_written_is_not_followed(tmp_pa
 
 def test_a_hub_that_can_not_say_where_it_is_leaves_no_thread_and_no_port(tmp_path: Path) -> None:
     """Its thread served on, and its port was taken until the process ended."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = int(probe.getsockname()[1])
+    port = free_port()
     (tmp_path / "run" / "hub.new").mkdir(parents=True)
     before = {thread.ident for thread in threading.enumerate()}
     with pytest.raises(ResourceError, match=r"can't write .*hub\.json: "):

@@ -9,11 +9,12 @@ import pytest
 
 from jaxrl_sync.transfer import Version
 from jaxrl_sync.transfer.payload.settings import PayloadSettings
+from tests.ports import free_port
 from tests.transfer import models
 from tests.transfer.models import Rig, convert, same_bits, take, trainer_params, until
 from tests.transfer.peer import bits, shard_bits
 from tests.transfer.test_in_place import changed
-from tests.transfer.test_processes import Cast, cast, expected_trees, free_port, reach  # noqa: F401
+from tests.transfer.test_processes import Cast, cast, expected_trees, reach  # noqa: F401
 
 BYTES = 49_920
 

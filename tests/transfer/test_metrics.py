@@ -16,7 +16,7 @@ from jaxrl_sync.transfer.hub.metrics import families
 from jaxrl_sync.transfer.hub.state import HubState, MemberKey, Round
 from jaxrl_sync.transfer.hub.trace import MAX_ROWS, PHASES, SIZED, Trace
 from tests.transfer.models import Rig, ServerThread, take, trainer_params, until
-from tests.transfer.test_front_doors import running_engine, running_hub
+from tests.transfer.servers import running_engine, running_hub
 
 
 def parsed(text: str) -> dict[str, Any]:

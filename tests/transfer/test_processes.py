@@ -8,7 +8,6 @@ import os
 import queue
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ import pytest
 from jaxrl_sync.transfer import auth
 from jaxrl_sync.transfer.clean import remove_leftovers
 from jaxrl_sync.transfer.hub.client import HubClient
+from tests.ports import free_port
 from tests.transfer import models
 from tests.transfer.models import ServerThread, segments
 from tests.transfer.peer import bits, shard_bits
@@ -298,12 +298,6 @@ def test_killed_hub_comes_back_and_syncs_go_on(tmp_path: Path, token_file: Path)
         if hub.stdout is not None:
             hub.stdout.close()
         remove_leftovers(auth.run_id_of(auth.load_token(token_file)))
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def expected_trees(count: int, every: int = 1) -> list[Any]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jaxrl_sync.transfer import auth
+from jaxrl_sync.transfer.verbs import rail
 from jaxrl_sync.transfer.verbs.native import is_built
 from tests import verification
 from tests.conftest import share_seed
@@ -81,3 +84,12 @@ def fake(fake_path: str) -> Iterator[fakelib.Fake]:
     library.set()
     assert library.alive() == before, "something was left open"
     assert library.counts.overruns == overruns, "a completion queue overran"
+
+
+@pytest.fixture
+def token_file(tmp_path: Path, fake: fakelib.Fake, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run token; and the fake's devices in place of the kernel's."""
+    ports = [fakelib.made_up_port("fake0", 1), fakelib.made_up_port("fake1", 2)]
+    monkeypatch.setattr(rail, "scan", lambda: ports)
+    auth.create_token(tmp_path / "token")
+    return tmp_path / "token"

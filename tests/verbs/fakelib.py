@@ -10,6 +10,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from jaxrl_sync.transfer.verbs.devices import Gid, Port
+
 HERE = Path(__file__).parent
 ABI = HERE.parents[1] / "cext" / "verbs"
 ANY_CHANCE = 65536
@@ -112,3 +114,9 @@ def build() -> str | None:
         subprocess.run(command, check=True, timeout=120)
         fresh.rename(path)
     return str(path)
+
+
+def made_up_port(device: str, last: int, layer: str = "Ethernet") -> Port:
+    """A port as the kernel would list it."""
+    gid = Gid(1, bytes(10) + b"\xff\xff" + bytes([10, 77, 0, last]), "RoCE v2", "eth0")
+    return Port(device, 1, "ACTIVE", layer, 100.0, 0, -1, (gid,))

@@ -11,7 +11,7 @@ import pytest
 from jaxrl_sync.transfer import Publisher, PublisherConfig, Subscriber, SubscriberConfig, Version
 from tests.transfer.models import ServerThread, convert, engine_target, same_bits, trainer_params
 from tests.verbs.fakelib import Fake
-from tests.verbs.test_transport import PLACEMENTS, settings, token_file  # noqa: F401
+from tests.verbs.rigs import PLACEMENTS, settings
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -1,0 +1,157 @@
+"""Clients of an engine server that are slow, silent, gone or lie: refused or cut off, others are served."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from jaxrl_sync.inference import http_shell
+from jaxrl_sync.inference.engine import Engine
+from jaxrl_sync.inference.server import EngineServer
+from jaxrl_sync.transfer import impatient
+from tests.inference.served import TOKEN, eventually, generate_body
+
+
+def raw(server: EngineServer, data: bytes) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    sock = socket.create_connection((host, int(port)), timeout=20)
+    sock.sendall(data)
+    return sock
+
+
+def post(path: str, body: dict[str, Any]) -> bytes:
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {**generate_body("gone"), "n": 2}),
+        ("/v1/completions", {"model": "policy", "prompt": "1+", "n": 2}),
+        ("/v1/completions", {"model": "policy", "prompt": "1+", "n": 2, "stream": True}),
+        ("/v1/chat/completions", {"model": "policy", "messages": [{"role": "user", "content": "1"}], "n": 2}),
+    ],
+)
+def test_a_client_that_goes_away_frees_the_engine(
+    server: EngineServer, engine: Engine, frozen: None, path: str, body: dict[str, Any]
+) -> None:
+    sock = raw(server, post(path, body))
+    eventually(lambda: engine.stats().waiting + engine.stats().running == 2)
+    sock.close()
+    eventually(lambda: engine.stats().waiting + engine.stats().running == 0)
+
+
+@pytest.mark.parametrize(
+    "beginning",
+    [b"", b"POST /generate HTTP/1.1\r\nHost:", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea"],
+    ids=["silence", "half a header", "half a second request"],
+)
+def test_slow_headers_are_cut_off(
+    server: EngineServer, monkeypatch: pytest.MonkeyPatch, beginning: bytes
+) -> None:
+    monkeypatch.setattr(impatient, "HEADERS_DEADLINE_S", 0.2)
+    monkeypatch.setattr(impatient, "KEEP_ALIVE_S", 0.2)
+    sock = raw(server, beginning)
+    begun = time.monotonic()
+    while sock.recv(4096):
+        pass
+    assert time.monotonic() - begun < 10
+    sock.close()
+
+
+def test_slow_body_is_408(server: EngineServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_shell, "BODY_DEADLINE_S", 0.2)
+    whole = post("/generate", generate_body("slow"))
+    with raw(server, whole[:-5]) as sock:
+        answer = sock.recv(4096)
+        while b"not complete after 0.2 s" not in answer:  # head and body may come one after the other
+            part = sock.recv(4096)
+            assert part, answer
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 408")
+
+
+def test_reader_that_lets_its_answers_stand_is_cut_off(
+    server: EngineServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(impatient, "SEND_DEADLINE_S", 0.3)
+    call = f"GET /stats HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect((host, int(port)))
+        sock.settimeout(0.5)
+        end = time.monotonic() + 30
+        with pytest.raises(ConnectionError):
+            while time.monotonic() < end:
+                with contextlib.suppress(TimeoutError):
+                    sock.sendall(call * 1000)
+
+
+def test_header_of_many_bytes_is_refused(server: EngineServer) -> None:
+    sock = raw(server, b"GET /health HTTP/1.1\r\nX: " + b"a" * (1 << 17))
+    assert sock.recv(4096).startswith(b"HTTP/1.1 400")
+    sock.close()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "Content-Length: 9223372036854775808",
+        "Content-Length: -1",
+        "Content-Length: 5\r\nContent-Length: 6",
+        "Content-Length: 5\r\nTransfer-Encoding: chunked",
+        "Authorization: Bearer x\r\nContent-Length: 0",
+    ],
+)
+def test_heads_that_lie_are_refused_and_the_server_lives(
+    server: EngineServer, http: httpx.Client, head: str
+) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), 5) as sock:
+        sock.settimeout(10)
+        lines = f"POST /abort HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n{head}\r\n\r\n"
+        sock.sendall(lines.encode() + b"0\r\n\r\n")
+        assert sock.recv(200).split(b" ")[1] in (b"400", b"401", b"413")
+    assert http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "content"),
+    [
+        ("/generate", b'{"a":' * 5000),
+        ("/generate", b'{"request_id": "\\ud800", "prompt": [1], "n": 1' + b"0" * 5000 + b"}"),
+        ("/generate", b'{"request_id": "x", "prompt": [NaN]}'),
+        ("/swap", b'{"lineage": "a", "number": 1, "timeout_s": NaN}'),
+        ("/v1/completions", b'{"model": "policy", "prompt": "\\ud800"}'),
+        (
+            "/v1/chat/completions",
+            b'{"model": "policy", "messages": [{"role": "user", "content": "\\udfff"}]}',
+        ),
+        ("/v1/completions", b'{"model": "policy", "prompt": "1", "\\ud800": 3}'),
+        ("/v1/completions", b'{"model": "policy", "prompt": "1", "temperature": Infinity}'),
+        ("/abort", b"\xff\xfe"),
+    ],
+)
+def test_bodies_that_lie_are_400(http: httpx.Client, path: str, content: bytes) -> None:
+    answer = http.post(path, content=content)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
+
+
+def test_many_idle_connections_keep_nobody_waiting(server: EngineServer, http: httpx.Client) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    idle = [socket.create_connection((host, int(port)), 5) for _ in range(300)]
+    try:
+        assert http.post("/generate", json=generate_body("many")).status_code == 200
+    finally:
+        for sock in idle:
+            sock.close()
