@@ -300,7 +300,7 @@ def test_a_port_in_use_is_a_named_error() -> None:
 
 
 def test_close_ends_a_send_in_progress_and_all_threads() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     receiver = receiver_at()
     sender = sender_to(receiver.address)
     errors: list[BaseException] = []
@@ -318,10 +318,7 @@ def test_close_ends_a_send_in_progress_and_all_threads() -> None:
     thread.join(5)
     assert len(errors) == 1
     receiver.close()
-    deadline = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert threading.active_count() == before
+    wait_until(lambda: set(threading.enumerate()) <= before)
 
 
 TRAINER = """
