@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxrl_sync.transfer.files import FilePublisher, FileSubscriber, FileWriterConfig
 from jaxrl_sync.transfer.version import Version
 
-ROWS = Path(__file__).resolve().parent / "rows.jsonl"
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "sparsity"))
+
+from recorded import commit  # noqa: E402
+
+ROWS = HERE / "rows.jsonl"
 DENSITIES = (0.001, 0.01, 0.1)
 TENSORS = 8
 SHAPE = (4096, 2048)
@@ -120,8 +126,8 @@ def main() -> None:
                     with FileSubscriber(path, target) as reader, FileSubscriber(path, target) as late:
                         lineage = f"d{density}-{repeat}"  # another one: its first version is an anchor
                         for row in pair(writer, (reader, late), weights, tree, lineage, density, rng):
-                            rows.append(row)
-                            print(json.dumps(row), flush=True)
+                            rows.append({"commit": commit(), **row})
+                            print(json.dumps(rows[-1]), flush=True)
     for density in (1.0, *DENSITIES):
         found = [r for r in rows if r["density"] == density]
         middle = {k: statistics.median(r[k] for r in found) for k in SHOWN}

@@ -23,6 +23,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from recorded import circumstances
 from speed import weights
 
 from jaxrl_sync.sharding import Edge, Layout, plan, trace
@@ -99,11 +100,11 @@ def measure(name: str, side: int, changed: float, threads: int) -> dict[str, Any
         value.reshape(-1).view(np.uint16)[rng.integers(0, value.size, int(value.size * changed))] += 1
     ms = {kind: round(statistics.median(found), 1) for kind, found in times.items()}
     return {
+        **circumstances(),
         "case": name,
         "elements": side * side,
         "changed": changed,
         "threads": threads,
-        "jax": jax.__version__,
         **ms,
     }
 

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from loop import GrpoLoop
+from recorded import circumstances
 
 from jaxrl_sync.config import RunConfig, load
 from jaxrl_sync.sharding.presets import qwen3
@@ -90,6 +91,7 @@ def _record(
     what: str, config: RunConfig, step: int, name: str, density: Density, metrics: Mapping[str, float]
 ) -> None:
     row = {
+        **circumstances(),
         "model": what,
         "learning_rate": config.trainer.learning_rate,
         "step": step,

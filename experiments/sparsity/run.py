@@ -1,8 +1,9 @@
 """`./dev bench sparsity`: how fast deltas are made.
 
 `./dev bench sparsity compare`: what a publisher's comparison takes, on the host and by jitted encoders.
-`./dev bench sparsity density`: how sparse updates are. `./dev bench sparsity sync`: whole synchronisations,
-sparse against full, over throttled links.
+`./dev bench sparsity density`: how sparse updates are. `./dev bench sparsity sizes`: bytes of positions and
+of frames on W1, whatever the machine. `./dev bench sparsity sync`: whole synchronisations, sparse against
+full, over throttled links.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ def main() -> int:
         import sync
 
         return sync.main(sys.argv[2:])
+    if sys.argv[1:2] == ["sizes"]:
+        import sizes
+
+        return sizes.main(sys.argv[2:])
     if sys.argv[1:2] == ["compare"]:
         import compare
 
