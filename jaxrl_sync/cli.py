@@ -123,6 +123,13 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument(
         "--watch", nargs="?", type=float, const=2.0, metavar="S", help="look again every S (2) seconds"
     )
+    status.add_argument(
+        "--preflight",
+        nargs="?",
+        const="policy",
+        metavar="MODEL",
+        help="compare what trainer ranks and engines told the hub; differences by name, exit code 1",
+    )
     status.add_argument("--json", action="store_true", help="for programs; with --watch one line each time")
     gguf = commands.add_parser("import-gguf", help="make a checkpoint folder of a GGUF file (Llama, Qwen3)")
     gguf.add_argument("file")
@@ -221,15 +228,19 @@ def _import_gguf(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from jaxrl_sync.launch.status import Looker, show
+    from jaxrl_sync.launch.status import Looker, show, show_preflight
 
     if options.run_dir is None and (options.hub is None or options.token_file is None):
         raise UsageError("status needs RUN_DIR, or --hub with --token-file (see `jaxrl-sync status --help`)")
     if options.watch is not None and not options.watch > 0:
         raise UsageError(f"--watch {options.watch:g}: expected seconds above 0")
+    if options.watch is not None and options.preflight is not None:
+        raise UsageError("--preflight looks once: expected no --watch beside it")
     run_dir = Path(options.run_dir) if options.run_dir is not None else None
     token_file = Path(options.token_file) if options.token_file is not None else None
     with Looker(run_dir, options.hub, token_file) as looker:
+        if options.preflight is not None:
+            return show_preflight(looker, options.preflight, as_json=options.json)
         show(looker, as_json=options.json, watch_s=options.watch)
     return 0
 

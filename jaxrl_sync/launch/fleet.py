@@ -178,7 +178,7 @@ def _members(status: Row) -> list[tuple[str, ...]]:
     return rows
 
 
-def _shown(cell: object) -> str:
+def shown(cell: object) -> str:
     """What came from others must not command the terminal."""
     return "".join(c if c.isprintable() else " " for c in str(cell))
 
@@ -187,7 +187,7 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> st
     """Columns as wide as their widest cell; nothing for no rows."""
     if not rows:
         return ""
-    lines = [[_shown(cell) for cell in row] for row in (head, *rows)]
+    lines = [[shown(cell) for cell in row] for row in (head, *rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     text = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
     return "\n".join([f"{title}", *(f"  {line}" for line in text)])

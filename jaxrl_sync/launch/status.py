@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from jaxrl_sync.launch.fleet import fleet_text, merge_edges
+from jaxrl_sync.launch.fleet import fleet_text, merge_edges, shown
 from jaxrl_sync.launch.rundir import RunDirError
 from jaxrl_sync.launch.supervisor import read_json
 from jaxrl_sync.sharding.errors import UserError
-from jaxrl_sync.transfer.errors import ProtocolError
+from jaxrl_sync.transfer.errors import PeerLost, ProtocolError
 from jaxrl_sync.transfer.hub.client import HubClient
 
 ANSWER_S = 5.0
@@ -76,6 +76,14 @@ class Looker:
         self._seen = new.seq, new.epoch
         self._edges = merge_edges(self._edges, new.rows)
 
+    def preflight(self, model: str) -> dict[str, Any]:
+        """What ``HubClient.preflight`` says. PeerLost without a hub, or as the call."""
+        process = _files(self._run_dir)["processes"].get("hub", {}) if self._run_dir is not None else {}
+        url = self._hub_url or (process.get("url") if process.get("alive") else None)
+        if url is None:
+            raise PeerLost(f"no hub of {self._run_dir} is running: nobody can compare its members")
+        return self._connect(str(url)).preflight(model)
+
     def close(self) -> None:
         """Close the connection. Idempotent."""
         if self._client is not None:
@@ -99,6 +107,27 @@ def show(looker: Looker, *, as_json: bool, watch_s: float | None, out: TextIO | 
         else:
             text = (CLEAR if watch_s and to.isatty() else "") + describe(found)
         print(text, file=to, flush=True)
+
+
+def show_preflight(looker: Looker, model: str, *, as_json: bool, out: TextIO | None = None) -> int:
+    """Print how the members of a model differ, by name, and who has yet to tell; 0 when all fit, else 1.
+
+    PeerLost when no hub answers.
+    """
+    answer = looker.preflight(model)
+    text = json.dumps(answer, indent=2) if as_json else "\n".join(_preflight_lines(answer))
+    print(text, file=sys.stdout if out is None else out, flush=True)
+    return 0 if answer["ok"] else 1
+
+
+def _preflight_lines(answer: Row) -> Iterator[str]:
+    for row in answer["differences"]:
+        yield shown(f"{row['who']}: {row['what']} is {row['found']}, expected {row['expected']}")
+    for who in answer["unknown"]:
+        yield shown(f"{who}: hasn't planned with a trainer yet")
+    if answer["ok"]:
+        names = [*answer["publishers"], *answer["engines"]]
+        yield shown(f"all fit: {', '.join(names)}")
 
 
 def _beats(watch_s: float | None) -> Iterator[None]:

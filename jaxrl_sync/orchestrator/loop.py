@@ -30,6 +30,7 @@ from jaxrl_sync.orchestrator.dispatcher import RolloutDispatcher
 from jaxrl_sync.orchestrator.engines import EngineClient, EngineSet
 from jaxrl_sync.orchestrator.errors import InterruptedRunError, LoopError
 from jaxrl_sync.orchestrator.eval_sink import EvalResult, EvalSink, Pins
+from jaxrl_sync.orchestrator.fit import Fit
 from jaxrl_sync.orchestrator.logger import PeriodicLogger, rss_bytes
 from jaxrl_sync.orchestrator.play import Player
 from jaxrl_sync.orchestrator.policy import Policy
@@ -66,6 +67,8 @@ class Parts:
     """What engines are trusted with, as httpx wants it."""
     trace: Ask | None = None
     """``HubClient.trace``; without it nothing is kept of single rounds."""
+    fit: Fit | None = None
+    """Whether the run's members fit each other; None: nobody looks."""
 
 
 class Loop:
@@ -156,6 +159,7 @@ class Loop:
             "PeriodicLogger": self.logger.run(),
             "stop": self._watch_stop(),
             **({"RoundLog": self.round_log.run()} if self.round_log is not None else {}),
+            **({"Preflight": self._parts.fit.run()} if self._parts.fit is not None else {}),
         }
         ending = {
             "batches": self.train_sink.run_ship(),
@@ -198,6 +202,7 @@ class Loop:
             "lag_max_s": self.logger.lag_max_s,
             "swap_failures": self.watcher.swap_failures,
             "engines_lost": self.engines.lost,
+            "preflight": self._parts.fit.state if self._parts.fit is not None else "none",
         }
 
     def _first_eval(self) -> None:

@@ -11,6 +11,7 @@ from jaxrl_sync.config.process import ProcessContext
 from jaxrl_sync.orchestrator.config import LoopConfig, loop_config
 from jaxrl_sync.orchestrator.errors import DeadlineError
 from jaxrl_sync.orchestrator.eval_sink import Pins
+from jaxrl_sync.orchestrator.fit import Fit
 from jaxrl_sync.orchestrator.loop import Loop, Parts
 from jaxrl_sync.orchestrator.rundir import write_summary
 from jaxrl_sync.orchestrator.threads import in_thread
@@ -61,8 +62,9 @@ async def _run(
 ) -> None:
     timeline = context.open_timeline()
     link: TrainerLink | None = None
+    fit = _fit(context, config, hub)
     try:
-        link = await _connect_trainer(context, config, hub)
+        link = await _connect_trainer(context, config, hub, fit)
         if link is None:
             return
         state = await link.connect()
@@ -78,12 +80,22 @@ async def _run(
             run_dir=context.run_dir,
             timeline=timeline,
             stop=context.stop,
+            fit=fit,
         )
         await _run_loop(context, config, parts, state)
     finally:
         if link is not None:
             link.close()
         timeline.close()
+
+
+def _fit(context: ProcessContext, config: LoopConfig, hub: HubClient) -> Fit:
+    """Preflight of all engines that are processes of their own; one in the trainer's plans with nobody."""
+    engine = context.config.engine
+    engines = (
+        engine.replicas - {"disaggregated": 0, "mixed": 1, "colocated": engine.replicas}[engine.placement]
+    )
+    return Fit(hub.preflight, engines, limit_s=config.start_timeout_s, hub_timeout_s=config.hub_timeout_s)
 
 
 async def _run_loop(context: ProcessContext, config: LoopConfig, parts: Parts, state: Any) -> None:
@@ -98,7 +110,9 @@ async def _run_loop(context: ProcessContext, config: LoopConfig, parts: Parts, s
         write_summary(context.run_dir, loop.summary(cause))
 
 
-async def _connect_trainer(context: ProcessContext, config: LoopConfig, hub: HubClient) -> TrainerLink | None:
+async def _connect_trainer(
+    context: ProcessContext, config: LoopConfig, hub: HubClient, fit: Fit
+) -> TrainerLink | None:
     """Wait until every trainer process takes batches; None if this process is asked to stop meanwhile.
 
     Trainer processes register when they start and say where they take batches when they are ready. One that
@@ -119,6 +133,7 @@ async def _connect_trainer(context: ProcessContext, config: LoopConfig, hub: Hub
                 f"{len(ready)} of {wanted} trainer processes ready after {config.start_timeout_s:g} s, "
                 f"{len(members)} registered"
             )
+        await fit.look()
         await asyncio.sleep(_LOOK_S)
     return None
 

@@ -29,7 +29,7 @@ def test_the_default_config_learns_asynchronously(tmp_path: Path) -> None:
         assert code == 0, err
         summary = run.json("summary.json") or {}
         check_flow(summary)
-        assert summary["steps"] == LEARN_STEPS
+        assert summary["steps"] == LEARN_STEPS and summary["preflight"] == "fits"
         assert summary["syncs"] >= LEARN_STEPS // 2
         assert summary["eval"]["before"] < 0.1
         assert summary["eval"]["after"] > 0.2
@@ -50,7 +50,7 @@ def test_killed_engine_is_restarted_and_the_run_goes_on(tmp_path: Path) -> None:
         assert ("restart", "engine-1") in run.events()
         summary = run.json("summary.json") or {}
         check_flow(summary)
-        assert summary["steps"] == 40
+        assert summary["steps"] == 40 and summary["preflight"] == "fits"
         assert left_behind(run, run.shm_prefix(), timeout_s=10) == []
 
 

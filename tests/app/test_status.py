@@ -166,6 +166,32 @@ def test_a_fleet_is_shown_by_its_hub(
         assert found["hub"]["leases"].keys() == {"publisher trainer.0", "subscriber engine-0.0"}
 
 
+def test_members_that_fit_and_one_that_does_not_by_name(
+    hub: ServerThread, token_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["status", "--hub", hub.url, "--token-file", str(token_file), "--preflight"]
+    assert main(words) == 1
+    assert capsys.readouterr().out == (
+        "model 'policy': publishers is none, expected a trainer that publishes it\n"
+    )
+    with Rig(hub, token_file) as rig, HubClient(hub.url, token_file) as client:
+        rig.publisher(trainer_params())
+        rig.subscriber()
+        until(lambda: bool(client.preflight()["ok"]))
+        assert main(words) == 0
+        assert capsys.readouterr().out == "all fit: trainer, engine-0\n"
+        small = {"model": "policy", "slot_bytes": 9, "free_bytes": 5, "correspondence": "c\x1b[2J"}
+        client.register("subscriber", "small", info=small)
+        client.register("subscriber", "late", info={"model": "policy"})
+        assert main(words) == 1
+        text = capsys.readouterr().out
+        assert "subscriber small.0: memory is 5 bytes free, expected 9 (9 slot)\n" in text
+        assert "subscriber late.0: hasn't planned with a trainer yet\n" in text
+        assert text.replace("\n", "").isprintable()
+        assert main([*words, "other", "--json"]) == 1
+        assert json.loads(capsys.readouterr().out)["differences"][0]["who"] == "model 'other'"
+
+
 def test_a_hub_without_a_trace_is_shown_all_the_same(
     token_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +264,7 @@ def test_watching_ends_when_interrupted(monkeypatch: pytest.MonkeyPatch) -> None
         (["status", "--hub", "http://h:x", "--token-file", TOKEN], 2, "'http://h:x' is no URL"),
         (["status", "--hub", "ftp://h:1", "--token-file", TOKEN], 2, "'ftp://h:1' is no URL"),
         (["status", "/", "--watch", "0"], 2, "expected seconds above 0"),
+        (["status", "/", "--watch", "--preflight"], 2, "expected no --watch"),
         (["status", "/"], 2, "is not a run directory"),
     ],
 )

@@ -48,6 +48,8 @@ def test_what_fits_is_ok() -> None:
         "ok": True,
         "differences": [],
         "unknown": [],
+        "publishers": ["trainer"],
+        "engines": ["x"],
     }
 
 

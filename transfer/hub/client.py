@@ -295,7 +295,8 @@ class HubClient:
         self.call("/v1/event/unpin", {"model": model, "version": version_json(version), "by": by})
 
     def preflight(self, model: str = "policy") -> dict[str, Any]:
-        """{"ok", "differences": [{"who", "what", "found", "expected"}], "unknown": [who has no plan yet]}."""
+        """{"ok", "differences": [{"who", "what", "found", "expected"}], "unknown": [who has no plan yet],
+        "publishers", "engines": [names]}."""
         return self.call("/v1/preflight", {"model": model}, 30.0)
 
     def status(self) -> dict[str, Any]:

@@ -33,7 +33,8 @@ class Difference:
 
 
 def compare(state: HubState, model: str, blobs: Mapping[str, bytes]) -> dict[str, Any]:
-    """{"ok", "differences": [{"who", "what", "found", "expected"}], "unknown": [who hasn't planned yet]}."""
+    """{"ok", "differences": [{"who", "what", "found", "expected"}], "unknown": [who hasn't planned yet],
+    "publishers", "engines": [names of the worlds that were compared]}."""
     publishers, engines = state.worlds("publisher", model), state.engine_ranks(model)
     found = [*_incomplete("publisher", publishers), *_incomplete("engine", engines)]
     if not publishers:
@@ -52,7 +53,8 @@ def compare(state: HubState, model: str, blobs: Mapping[str, bytes]) -> dict[str
     ]
     found += [d for d in memory if d is not None]
     rows = [dataclasses.asdict(d) for d in found]
-    return {"ok": not found and not unknown, "differences": rows, "unknown": unknown}
+    worlds = {"publishers": sorted(publishers), "engines": sorted(engines)}
+    return {"ok": not found and not unknown, "differences": rows, "unknown": unknown, **worlds}
 
 
 def _incomplete(what: str, worlds: Mapping[str, dict[int, Member]]) -> Iterable[Difference]:
