@@ -100,7 +100,13 @@ def _mapped(
         out_specs=tuple(_spec(shape) for shape in outputs),
         check_vma=False,
     )
-    return jax.jit(made, donate_argnums=donate)
+    jitted = jax.jit(made, donate_argnums=donate)
+
+    def alone(*arrays: Any) -> Any:
+        with jax.set_mesh(mesh_of(devices)):  # the caller may have set that of the source, or of the target
+            return jitted(*arrays)
+
+    return alone
 
 
 @functools.lru_cache(maxsize=_PROGRAMS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,11 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_sync.sharding.axis_types import auto_twin, no_mesh, writes_shardings
 from jaxrl_sync.sharding.box import Box
 from jaxrl_sync.sharding.errors import MappingError
 from jaxrl_sync.sharding.interpret import NodeKey, evaluate
+from jaxrl_sync.sharding.known import bind_in_context
 from jaxrl_sync.sharding.layout import Layout, Placement, Shard, TensorLayout, dtype_of
 from jaxrl_sync.sharding.paths import leaves_by_path, nearest
 
@@ -29,6 +32,11 @@ class Program:
     closed: ClosedJaxpr
     paths: tuple[str, ...]
     nodes: dict[str, NodeKey]
+
+    @functools.cached_property
+    def writes_shardings(self) -> bool:
+        """Whether it is a program for Explicit axes; any other is run on Auto ones."""
+        return writes_shardings(self.closed)
 
 
 def _sharding_parent(leaf: Leaf, shapes: dict[str, tuple[int, ...]]) -> str | None:
@@ -144,7 +152,16 @@ def _compiled(
         return result
 
     out = {name: _out_sharding(leaf, shapes, inputs) for name, leaf in leaves.items()}
-    return jax.jit(build, out_shardings=out, donate_argnums=1, keep_unused=True)
+    jitted = jax.jit(build, out_shardings=out, donate_argnums=1, keep_unused=True)
+    if computed and corr.program.writes_shardings:
+        return jitted
+
+    def on_auto_axes(given: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+        with no_mesh():
+            made: dict[str, Any] = jitted({path: auto_twin(x) for path, x in given.items()}, old)
+        return made
+
+    return on_auto_axes
 
 
 def _evaluate(corr: Correspondence, computed: list[Leaf], given: dict[str, Any]) -> dict[str, Any]:
@@ -154,8 +171,22 @@ def _evaluate(corr: Correspondence, computed: list[Leaf], given: dict[str, Any])
         for p in program.paths
     ]
     base = {leaf.name: program.nodes[leaf.name] for leaf in computed}
-    _, found = evaluate(program.closed, args, set(base.values()))
+    if program.writes_shardings:
+        _, found = _on_explicit_axes(program, args, base)
+    else:
+        _, found = evaluate(program.closed, args, set(base.values()))
     return {name: found[node] for name, node in base.items()}
+
+
+def _on_explicit_axes(
+    program: Program, args: list[Any], nodes: dict[str, NodeKey]
+) -> tuple[Any, dict[NodeKey, Any]]:
+    try:
+        return evaluate(program.closed, args, set(nodes.values()), run=bind_in_context)
+    except Exception as error:  # shapes and dtypes were right when it was traced: only shardings are new
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        leaves = ", ".join(map(repr, nodes))
+        raise MappingError(f"computing {leaves} over the source's Explicit axes: {reason}") from error
 
 
 def _out_sharding(leaf: Leaf, shapes: dict[str, tuple[int, ...]], inputs: dict[str, Any]) -> Any:

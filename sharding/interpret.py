@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from jaxrl_sync.sharding.values import Value, reshape, slice_dim, stack
 NodeKey = tuple[int, ...]
 """Place of a computed output: equation numbers from the outermost program inwards (loop rounds between)."""
 
+Bind = Callable[[Any, Sequence[Any]], list[Any]]
 SCAN_LIMIT = 4096
 
 
@@ -263,12 +264,12 @@ class Interpreter:
 
 
 def evaluate(
-    closed: ClosedJaxpr, args: Sequence[Any], wanted: set[NodeKey], place: NodeKey = ()
+    closed: ClosedJaxpr, args: Sequence[Any], wanted: set[NodeKey], place: NodeKey = (), run: Bind = bind
 ) -> tuple[list[Any], dict[NodeKey, Any]]:
     """Runs a program on real (or traced) values; the second result holds the computed nodes asked for.
 
-    Programs inside equations are opened only where a wanted node lies in them. Under jit, what no wanted node
-    needs is removed by the compiler.
+    ``run``: what runs one equation. Programs inside equations are opened only where a wanted node lies in
+    them. Under jit, what no wanted node needs is removed by the compiler.
     """
     jaxpr, env, found = closed.jaxpr, dict[Any, Any](), dict[NodeKey, Any]()
     env.update(zip(jaxpr.constvars, closed.consts, strict=True))
@@ -285,10 +286,10 @@ def evaluate(
             break
         values, here = [read(v) for v in eqn.invars], (*place, number)
         if number in opened:
-            outs, inner = _open(eqn, values, wanted, here)
+            outs, inner = _open(eqn, values, wanted, here, run)
             found.update(inner)
         else:
-            outs = bind(eqn, values)
+            outs = run(eqn, values)
         env.update(zip(eqn.outvars, outs, strict=True))
         for k, out in enumerate(outs):
             if (*here, k) in wanted:
@@ -297,21 +298,22 @@ def evaluate(
 
 
 def _open(
-    eqn: Any, values: list[Any], wanted: set[NodeKey], here: NodeKey
+    eqn: Any, values: list[Any], wanted: set[NodeKey], here: NodeKey, run: Bind
 ) -> tuple[list[Any], dict[NodeKey, Any]]:
     if (inner := inner_program(eqn)) is not None:
-        return evaluate(inner, values, wanted, here)
+        return evaluate(inner, values, wanted, here, run)
     p = eqn.params
     if eqn.primitive.name == "cond":
         index = next(key[len(here)] for key in wanted if key[: len(here)] == here)
-        return evaluate(p["branches"][index], values[1:], wanted, (*here, index))
+        return evaluate(p["branches"][index], values[1:], wanted, (*here, index), run)
     num_consts, num_carry = scan_counts(eqn)
     consts, rest = values[:num_consts], values[num_consts:]
     carry, xs = rest[:num_carry], rest[num_carry:]
     found: dict[NodeKey, Any] = {}
     ys: dict[int, list[Any]] = {}
     for i in reversed(range(p["length"])) if p["reverse"] else range(p["length"]):
-        outs, inner_found = evaluate(p["jaxpr"], [*consts, *carry, *(x[i] for x in xs)], wanted, (*here, i))
+        row = [*consts, *carry, *(x[i] for x in xs)]
+        outs, inner_found = evaluate(p["jaxpr"], row, wanted, (*here, i), run)
         found.update(inner_found)
         carry, ys[i] = outs[:num_carry], outs[num_carry:]
     count = len(eqn.outvars) - num_carry

@@ -101,6 +101,12 @@ def bind(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
+def bind_in_context(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """`bind` where the program had set a mesh: its shardings over Explicit axes need the same one."""
+    with eqn.ctx.manager:
+        return bind(eqn, operands)
+
+
 def evaluate_known(eqn: Any, args: list[Known]) -> list[Known]:
     """The outputs of an operation on constants. Elementwise ones run on the unrepeated parts only."""
     name = eqn.primitive.name
