@@ -171,12 +171,14 @@ class Bench:
         self._number += 1
         train_s = self._trainer.ask(train=1, running=running)["train_s"]
         self._engine.ask(start=BEFORE)
-        self._trainer.ask(hold=1)
+        beside = self._trainer.ask(hold=1)["trained"]
         way = {"stop": self._stop, "jax": self._jax, "sync": self._sync, "async": self._async}[mode]
         since, report = way(running)
         row = self._engine.ask(finish={"after": AFTER, "since": since})
-        self._trainer.ask(hold=1)
-        return {**row, "train_s": train_s, "report": report}
+        during = self._trainer.ask(hold=1)["trained"]
+        steps = {"alone_s": train_s, "beside_s": [s for _, s in beside]}
+        steps["overlapped_s"] = [s for began, s in during if began < since + row["window_s"]]
+        return {**row, "train_s": train_s, "train_steps": steps, "report": report}
 
     def _stop(self, running: bool) -> tuple[float, Row]:
         began = self._pause()
@@ -197,13 +199,13 @@ class Bench:
         told = self._trainer.ask(publish=self._number, running=running)
         report = self._engine.ask(take=self._number)
         self._engine.ask(resume=1)
-        return began, {**report, "publish_s": told["ended"] - told["began"]}
+        return began, {**report, **_blocked(told)}
 
     def _async(self, running: bool) -> tuple[float, Row]:
         self._engine.tell(take=self._number)
         told = self._trainer.ask(publish=self._number, running=running)
         report = self._engine.answer()
-        return told["began"], {**report, "publish_s": told["ended"] - told["began"]}
+        return told["began"], {**report, **_blocked(told)}
 
     def _pause(self) -> float:
         self._engine.ask(pause=1)
@@ -218,6 +220,12 @@ class Bench:
                 raise SystemExit(f"{mode}: the engine holds other bits than the trainer handed out")
             if theirs["compiled"] != self._compiled:
                 raise SystemExit(f"{mode}: compiled {theirs['compiled']}, at the start {self._compiled}")
+
+
+def _blocked(told: Row) -> Row:
+    """How long publish kept the training thread, by this clock and by the publisher's, the export in it."""
+    blocked = {name: told[name] for name in ("stall_s", "export_s")}
+    return {"publish_s": told["ended"] - told["began"], **blocked}
 
 
 def _commit() -> str:

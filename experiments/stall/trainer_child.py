@@ -60,9 +60,11 @@ class BenchTrainer:
         return time.monotonic() - start
 
     def publish(self, number: int) -> dict[str, Any]:
-        """Ours: returns when the weights are safe from the next update."""
+        """Ours: returns when the weights are safe from the next update. How long that took, export in it."""
+        before = self._publisher.stats()
         self._publisher.publish(self._state.params, version(number))
-        return {}
+        after = self._publisher.stats()
+        return {name: after[name] - before[name] for name in ("stall_s", "export_s")}
 
     def save(self, folder: str) -> dict[str, Any]:
         """Gather the engine's tree to the host and write it with orbax."""
@@ -110,11 +112,12 @@ def main() -> None:
     trainer = BenchTrainer(options)
     trainer.train()
     lines, running = commands(), False
+    trained: list[tuple[float, float]] = []  # since the last answer: when a step began, how long it took
     say(ready=True, params=trainer.num_params)
     ways = {"publish": trainer.publish, "save": trainer.save, "offer": trainer.offer}
     while True:
         while running and lines.empty():
-            trainer.train()
+            trained.append((time.time(), trainer.train()))
         command = lines.get()
         if command is None:
             break
@@ -127,7 +130,8 @@ def main() -> None:
         elif name == "checksum":
             answer = {"checksum": trainer.checksum()}
         running = bool(command.get("running", False))
-        say(began=began, ended=time.time(), **answer)
+        say(began=began, ended=time.time(), trained=trained, **answer)
+        trained = []
     trainer.close()
 
 
