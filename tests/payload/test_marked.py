@@ -100,10 +100,11 @@ def test_marks_since_another_version_and_on_the_host_are_let_go(rig: Rig) -> Non
             assert publisher.stats()["marked_compares"] == 0
 
 
-def _followed(masks_of: Any, versions: int) -> tuple[Differences, Marks, list[bool]]:
+def _followed(masks_of: Any, versions: int, form: Any = None) -> tuple[Differences, Marks, list[bool]]:
     """Whether what is found equals a comparison, version by version; marks by ``masks_of(number, mask)``."""
     steps, marks = Steps({"w": jax.device_put(_weights(), jax.devices()[0])}), Marks()
-    differences, plain = (Differences(ShardEncoders(), 8, 1, m) for m in (marks, None))
+    encoders = (ShardEncoders(1, form, interpret=form == "pallas") for _ in range(2))
+    differences, plain = (Differences(e, 8, 1, m) for e, m in zip(encoders, (marks, None), strict=True))
     user, keys, equal = object(), frozenset({(jax.devices()[0].id, "w")}), []
     for number in range(versions):
         version = Version("a", number)
@@ -129,10 +130,13 @@ def _weights() -> Any:
     return np.random.default_rng(0).normal(0, 0.02, (64, 96)).astype(np.float32)
 
 
-def test_marks_of_what_did_not_change_are_dropped() -> None:
+@pytest.mark.parametrize(
+    ("form", "versions"), [(None, CHECK_EVERY + 3), ("xla", 4), ("pallas", 4)], ids=["own", "xla", "pallas"]
+)
+def test_marks_of_what_did_not_change_are_dropped(form: Any, versions: int) -> None:
     more = lambda number, mask: mask | jnp.uint32(0x00010000)  # noqa: E731
-    differences, marks, equal = _followed(more, CHECK_EVERY + 3)
-    assert all(equal) and marks.trusted and differences.marked == CHECK_EVERY + 2
+    differences, marks, equal = _followed(more, versions, form)
+    assert all(equal) and marks.trusted and differences.marked == versions - 1
 
 
 @pytest.mark.parametrize(("first", "known_at"), [(0, 1), (3, CHECK_EVERY + 1)])
