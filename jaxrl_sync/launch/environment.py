@@ -32,7 +32,7 @@ def huge_pages(base: Mapping[str, str]) -> dict[str, str]:
     """``base`` with large buffers in huge pages, where the system gives them to who asks ("madvise").
 
     JAX's arrays on CPUs come from malloc, and numpy asks for its own; reading two versions of the weights in
-    pages of 4 KiB takes a fifth to a quarter longer. Whoever has set the tunable keeps it.
+    pages of 4 KiB takes about 15 % longer. Whoever has set the tunable keeps it.
     """
     tunables = [t for t in base.get("GLIBC_TUNABLES", "").split(":") if t]
     if not any(t.startswith("glibc.malloc.hugetlb=") for t in tunables):
