@@ -33,7 +33,8 @@ int has_avx2(void)
 __attribute__((target("avx2"))) static void stream_row(char *to, const char *from, int64_t n)
 {
     int64_t head = (int64_t)(-(uintptr_t)to & 31);
-    memcpy(to, from, (size_t)head);
+    if (head > 0)
+        memcpy(to, from, (size_t)head);
     int64_t i = head;
     for (; i + 128 <= n; i += 128) {
         __m256i a = _mm256_loadu_si256((const __m256i *)(from + i));
@@ -47,7 +48,8 @@ __attribute__((target("avx2"))) static void stream_row(char *to, const char *fro
     }
     for (; i + 32 <= n; i += 32)
         _mm256_stream_si256((__m256i *)(to + i), _mm256_loadu_si256((const __m256i *)(from + i)));
-    memcpy(to + i, from + i, (size_t)(n - i));
+    if (i < n)
+        memcpy(to + i, from + i, (size_t)(n - i));
 }
 #endif
 

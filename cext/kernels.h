@@ -67,7 +67,7 @@ void column_keys(uint32_t *k0, uint32_t *k1, int64_t column, int64_t step, int64
 void sum_contiguous(const char *p, int64_t n, int64_t itemsize, int64_t row, const uint32_t *k0,
                     const uint32_t *k1, uint32_t total[2]);
 
-/* The bytes of the entries' runs, in order, to a socket (sources) or from it (targets); starts `skip` bytes into
+/* The bytes of the entries' runs, in order, a gang's row by row, to a socket (sources) or from it (targets); starts `skip` bytes into
  * them and moves at most `limit`. Returns how many; *error is an errno where it stopped early, EAGAIN after the
  * socket's own timeout, ECONNRESET at the end of the stream. */
 int64_t run_stream(int fd, int receive, const copy_entry *entries, int64_t count, const uintptr_t *buffers,

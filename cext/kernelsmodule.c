@@ -151,10 +151,11 @@ static PyObject *stream_table(PyObject *module, PyObject *args)
     if (check_table(&table, sizeof(copy_entry), &buffers, &buffers) < 0)
         goto done;
     const copy_entry *entries = table.buf;
-    int64_t count = (int64_t)((size_t)table.len / sizeof(copy_entry));
+    int64_t count = (int64_t)((size_t)table.len / sizeof(copy_entry)), end = 0;
     for (int64_t i = 0; i < count; i++) {
         int64_t index = receive ? entries[i].target : entries[i].source;
         if (check_dims(entries[i].ndim, 0) < 0 || check_filled(&entries[i]) < 0 ||
+            check_gang(entries, i, count, &end) < 0 ||
             check_index(index, buffers.len / (Py_ssize_t)sizeof(uintptr_t), "buffer") < 0)
             goto done;
     }

@@ -22,11 +22,16 @@ typedef struct {
     char stage[STAGE];
 } batch;
 
-/* Where the walk through the table stands: an entry, an index in it, and bytes of the run already done. */
+/* Where the walk through the table stands: the leader of a gang, an index in it, a member, and bytes of its run
+ * already done; and where every member's run of that index lies. */
 typedef struct {
     const copy_entry *entries;
-    int64_t count, entry, within;
+    const uintptr_t *buffers;
+    int receive;
+    int64_t count, entry, member, within;
     int64_t at[MAX_DIMS];
+    char *place[MAX_GANG];
+    const int64_t *stride[MAX_GANG];
 } cursor;
 
 static int64_t runs_of(const copy_entry *e)
@@ -37,50 +42,69 @@ static int64_t runs_of(const copy_entry *e)
     return n;
 }
 
+/* Finds the runs of a gang that the cursor has come to, at its index. */
+static void settle(cursor *c)
+{
+    for (int64_t g = 0; c->entry < c->count && g < c->entries[c->entry].gang; g++) {
+        const copy_entry *m = &c->entries[c->entry + g];
+        const int64_t *stride = c->receive ? m->target_stride : m->source_stride;
+        int64_t offset = c->receive ? m->target_offset : m->source_offset;
+        for (int64_t d = 0; d < m->ndim; d++)
+            offset += c->at[d] * stride[d];
+        c->place[g] = (char *)c->buffers[c->receive ? m->target : m->source] + offset;
+        c->stride[g] = stride;
+    }
+}
+
 /* Moves a fresh cursor `skip` bytes into the stream. */
 static void seek(cursor *c, int64_t skip)
 {
     while (c->entry < c->count) {
         const copy_entry *e = &c->entries[c->entry];
-        int64_t total = runs_of(e) * e->run;
+        int64_t total = runs_of(e) * e->gang * e->run;
         if (skip < total)
             break;
         skip -= total;
-        c->entry++;
+        c->entry += e->gang;
     }
     if (c->entry == c->count)
         return;
     const copy_entry *e = &c->entries[c->entry];
-    int64_t index = skip / e->run;
+    int64_t index = skip / (e->run * e->gang);
+    c->member = skip / e->run % e->gang;
     c->within = skip % e->run;
     for (int64_t d = e->ndim - 1; d >= 0; d--) {
         c->at[d] = index % e->shape[d];
         index /= e->shape[d];
     }
+    settle(c);
 }
 
 static void next_run(cursor *c, const copy_entry *e)
 {
     c->within = 0;
+    if (++c->member < e->gang)
+        return;
+    c->member = 0;
     for (int64_t d = e->ndim - 1; d >= 0; d--) {
-        if (++c->at[d] < e->shape[d])
+        int64_t steps = ++c->at[d] < e->shape[d] ? 1 : 1 - e->shape[d];
+        for (int64_t g = 0; g < e->gang; g++)
+            c->place[g] += steps * c->stride[g][d];
+        if (steps == 1)
             return;
         c->at[d] = 0;
     }
-    c->entry++;
+    c->entry += e->gang;
+    settle(c);
 }
 
 /* The next run, with what lies right behind it, at most `limit` bytes; 0 at the end of the table. */
-static int64_t take_run(cursor *c, const uintptr_t *buffers, int receive, int64_t limit, char **at)
+static int64_t take_run(cursor *c, int64_t limit, char **at)
 {
     int64_t length = 0;
     while (c->entry < c->count && length < limit) {
         const copy_entry *e = &c->entries[c->entry];
-        const int64_t *stride = receive ? e->target_stride : e->source_stride;
-        int64_t offset = receive ? e->target_offset : e->source_offset;
-        for (int64_t d = 0; d < e->ndim; d++)
-            offset += c->at[d] * stride[d];
-        char *start = (char *)buffers[receive ? e->target : e->source] + offset + c->within;
+        char *start = c->place[c->member] + c->within;
         if (length == 0)
             *at = start;
         else if (*at + length != start)
@@ -102,18 +126,18 @@ static int is_staged(int receive, int64_t length)
 }
 
 /* Fills the batch with at most `limit` bytes from the cursor on. */
-static void fill(batch *b, cursor *c, const uintptr_t *buffers, int receive, int64_t limit)
+static void fill(batch *b, cursor *c, int64_t limit)
 {
     b->count = b->entries = 0;
     b->used = 0;
     while (b->count < RUNS && b->used + SHORT_RUN <= STAGE) {
         char *at = NULL;
-        int64_t length = take_run(c, buffers, receive, limit, &at);
+        int64_t length = take_run(c, limit, &at);
         if (length == 0)
             return;
         b->runs[b->count++] = (struct iovec){at, (size_t)length};
         limit -= length;
-        if (is_staged(receive, length)) {
+        if (is_staged(c->receive, length)) {
             at = b->stage + b->used;
             b->used += length;
         }
@@ -165,7 +189,7 @@ static int64_t move_all(int fd, int receive, batch *b, int *error)
 int64_t run_stream(int fd, int receive, const copy_entry *entries, int64_t count, const uintptr_t *buffers,
                    int64_t skip, int64_t limit, int *error)
 {
-    cursor c = {.entries = entries, .count = count};
+    cursor c = {.entries = entries, .buffers = buffers, .receive = receive, .count = count};
     int64_t done = 0;
     int streaming = has_avx2();
     batch *b = malloc(sizeof *b); /* too large for the stacks of some systems' threads */
@@ -174,7 +198,7 @@ int64_t run_stream(int fd, int receive, const copy_entry *entries, int64_t count
         return 0;
     seek(&c, skip);
     while (*error == 0) {
-        fill(b, &c, buffers, receive, limit - done);
+        fill(b, &c, limit - done);
         if (b->count == 0)
             break;
         int64_t moved = move_all(fd, receive, b, error);

@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxrl_sync.sharding.errors import MappingError
-from jaxrl_sync.sharding.fragments import row_major
-from jaxrl_sync.sharding.rank_plan import MAX_DIMS, Copy
+from jaxrl_sync.sharding.rank_plan import MAX_DIMS
 
 SPLIT_BYTES = 4 << 20
 """Entries are cut to about this size, so that threads share the work evenly."""
@@ -48,7 +47,7 @@ Gang = tuple[Block, ...]
 """Blocks of equal run and shape that are copied together, row by row; mostly one."""
 
 
-def _cut(shape: tuple[int, ...], low: int, high: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def cut_box(shape: tuple[int, ...], low: int, high: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(start, shape) of the boxes that hold elements ``low <= i < high`` in row-major order, in order."""
     if low >= high:
         return []
@@ -59,58 +58,44 @@ def _cut(shape: tuple[int, ...], low: int, high: int) -> list[tuple[tuple[int, .
     boxes = []
     if low < first * inner:
         row = low // inner
-        inside = _cut(shape[1:], low - row * inner, min(high, first * inner) - row * inner)
+        inside = cut_box(shape[1:], low - row * inner, min(high, first * inner) - row * inner)
         boxes += [((row, *s), (1, *n)) for s, n in inside]
     if first < last:
         boxes.append(((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
     if last >= first and last * inner < high:
-        inside = _cut(shape[1:], 0, high - last * inner)
+        inside = cut_box(shape[1:], 0, high - last * inner)
         boxes += [((last, *s), (1, *n)) for s, n in inside]
     return boxes
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
-    """Part of a copy as a block of single elements, with the position in the target of its first one."""
+def gangs_of(
+    groups: Sequence[Sequence[Block]], gather: bool = True, alone_bytes: int = SPLIT_BYTES
+) -> list[Gang]:
+    """All blocks, simplified, gathered into gangs and cut to about SPLIT_BYTES, or ``alone_bytes`` if alone.
 
-    copy: Copy
-    block: Block
-    row: int
-    column: int
+    Without ``gather`` they keep their order, that of the stream if one side is one: each group is a gang.
+    """
+    simple = [gang for group in groups for gang in _merged(list(zip(*map(simplify, group), strict=True)))]
+    gangs = _gather([b for gang in simple for b in gang]) if gather else simple
+    return [piece for gang in gangs for piece in _split(gang, SPLIT_BYTES if len(gang) > 1 else alone_bytes)]
 
 
-def pieces_of(copy: Copy, mode: str, keys: tuple[int, int], low: int, high: int, base: int) -> list[Piece]:
-    """Bytes ``low:high`` of one copy; ``base``: where the copy starts in the window's buffer."""
-    size = copy.itemsize
-    if low % size or high % size:
-        raise MappingError(f"window cuts an element of {copy.target_path!r} ({size} bytes) at {low}:{high}")
-    stream = tuple(n * size for n in row_major(copy.shape))
-    source = tuple(n * size for n in copy.source_strides)
-    target = tuple(n * size for n in copy.target_strides)
-    found = []
-    for start, shape in _cut(copy.shape, low // size, high // size):
-        in_stream = base + _at(start, stream)
-        a = in_stream if mode == "scatter" else copy.source_offset * size + _at(start, source)
-        b = in_stream if mode == "pack" else copy.target_offset * size + _at(start, target)
-        strides = (stream if mode == "scatter" else source, stream if mode == "pack" else target)
-        row = copy.target_row + _at(start, copy.row_strides)
-        column = copy.target_column + _at(start, copy.column_strides)
-        found.append(Piece(copy, Block(*keys, a, b, size, shape, *strides), row, column))
+def _merged(gangs: list[Gang]) -> list[Gang]:
+    """Gangs whose members' runs lie side by side on both sides are one block with a longer run."""
+    found = list[Gang]()
+    for gang in gangs:
+        first = gang[0]
+        if len(gang) > 1 and all(_continues(b, first, i * first.run) for i, b in enumerate(gang)):
+            found += [(b,) for b in simplify(dataclasses.replace(first, run=first.run * len(gang)))]
+        else:
+            found.append(gang)
     return found
 
 
-def _at(index: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    return sum(i * n for i, n in zip(index, strides, strict=True))
-
-
-def gangs_of(blocks: Sequence[Block], gather: bool = True, alone_bytes: int = SPLIT_BYTES) -> list[Gang]:
-    """All blocks, simplified, gathered into gangs and cut to about SPLIT_BYTES, or ``alone_bytes`` if alone.
-
-    Without ``gather`` they keep their order: that of the stream, if one side is one.
-    """
-    simple = [b for block in blocks for b in simplify(block)]
-    gangs = _gather(simple) if gather else [(b,) for b in simple]
-    return [piece for gang in gangs for piece in _split(gang, SPLIT_BYTES if len(gang) > 1 else alone_bytes)]
+def _continues(block: Block, first: Block, by: int) -> bool:
+    """Whether a block is the first one moved on by so many bytes."""
+    source, target = first.source_offset + by, first.target_offset + by
+    return block == dataclasses.replace(first, source_offset=source, target_offset=target)
 
 
 def simplify(block: Block) -> list[Block]:

@@ -15,16 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxrl_sync.sharding import numpy_copies
-from jaxrl_sync.sharding.blocks import (
-    SPLIT_BYTES,
-    Block,
-    IntArray,
-    Piece,
-    extents,
-    gangs_of,
-    pieces_of,
-    table_of,
-)
+from jaxrl_sync.sharding.blocks import SPLIT_BYTES, Block, IntArray, extents, gangs_of, table_of
 from jaxrl_sync.sharding.digests import Digest, Sums, add_digests
 from jaxrl_sync.sharding.digests import copies_digest as copies_digest
 from jaxrl_sync.sharding.digests import state_digest as state_digest
@@ -33,11 +24,12 @@ from jaxrl_sync.sharding.native import addresses as addresses_of
 from jaxrl_sync.sharding.native import flat_bytes, kernels
 from jaxrl_sync.sharding.rank_plan import Copy
 from jaxrl_sync.sharding.summed import SummedTable, source_sums
+from jaxrl_sync.sharding.weaves import Piece, Weave, pieces_of
 
 Key = tuple[int, str]
 Bytes = npt.NDArray[np.uint8]
 STREAM: Key = (-1, "stream")
-"""Key of the packed side: all copies' elements one after the other, in order."""
+"""Key of the packed side: all copies' elements one after the other, in order; rows in turns where woven."""
 
 STREAMING_BYTES = 8 << 20
 """From this size on a table bypasses the caches when it writes: the result would not stay in them anyway."""
@@ -57,7 +49,7 @@ class CopyTable:
     source_keys: tuple[Key, ...]
     target_keys: tuple[Key, ...]
     total_bytes: int
-    _copies: tuple[Copy, ...]
+    _weaves: tuple[Weave, ...]
     _mode: str
     _offset: int
     _blocks: tuple[Block, ...]
@@ -71,30 +63,31 @@ class CopyTable:
         return cls._make(copies, "direct", 0, None)
 
     @classmethod
-    def pack(cls, copies: Sequence[Copy], offset: int = 0, length: int | None = None) -> CopyTable:
-        """From the source shards to a stream: the copies' elements one after the other.
+    def pack(cls, copies: Sequence[Copy | Weave], offset: int = 0, length: int | None = None) -> CopyTable:
+        """From the source shards to a stream: the copies' elements one after the other, woven ones in turns.
 
-        With ``offset`` and ``length`` (bytes, both at element borders) only that window of the stream,
-        written from the start of the buffer.
+        With ``offset`` and ``length`` (bytes, both at element borders, or where all woven copies have the
+        same rows behind them) only that window of the stream, written from the start of the buffer.
         """
         return cls._make(copies, "pack", offset, length)
 
     @classmethod
-    def scatter(cls, copies: Sequence[Copy], offset: int = 0, length: int | None = None) -> CopyTable:
+    def scatter(cls, copies: Sequence[Copy | Weave], offset: int = 0, length: int | None = None) -> CopyTable:
         """From such a stream, or a window of it, to the target shards."""
         return cls._make(copies, "scatter", offset, length)
 
     @classmethod
-    def _make(cls, copies: Sequence[Copy], mode: str, offset: int, length: int | None) -> CopyTable:
-        total = sum(c.total_bytes for c in copies)
+    def _make(cls, copies: Sequence[Copy | Weave], mode: str, offset: int, length: int | None) -> CopyTable:
+        weaves = tuple(c if isinstance(c, Weave) else Weave((c,)) for c in copies)
+        total = sum(w.total_bytes for w in weaves)
         end = total if length is None else offset + length
         if not 0 <= offset <= end <= total:
             raise MappingError(f"window {offset}:{end} is outside of a stream of {total} bytes")
-        pieces, sources, targets = _pieces(copies, mode, offset, end)
-        gangs = gangs_of([p.block for p in pieces], gather=mode == "direct")
+        groups, sources, targets = _groups(weaves, mode, offset, end)
+        gangs = gangs_of([[p.block for p in group] for group in groups], gather=mode == "direct")
         blocks = [b for gang in gangs for b in gang]
         return cls(
-            tuple(sources), tuple(targets), end - offset, tuple(copies), mode, offset, tuple(blocks),
+            tuple(sources), tuple(targets), end - offset, weaves, mode, offset, tuple(blocks),
             table_of(gangs), extents(blocks, "source", len(sources)), extents(blocks, "target", len(targets)),
         )  # fmt: skip
 
@@ -102,17 +95,21 @@ class CopyTable:
         """This pack or scatter table cut into windows of at most ``chunk_bytes`` (at least 64).
 
         Windows end at element borders, the same ones on both sides; ``total_bytes`` of each says its length.
+        MappingError where a window can't hold a row of each woven copy.
         """
+        limit = max(64, chunk_bytes)
+        if (unit := max((w.unit_bytes for w in self._weaves), default=0)) > limit:
+            raise MappingError(f"windows of {limit} bytes, expected {unit} for a row of each woven copy")
         borders, starts, at = [0], [0], 0
-        for copy in self._copies:
-            starts.append(starts[-1] + copy.total_bytes)
+        for woven in self._weaves:
+            starts.append(starts[-1] + woven.total_bytes)
         total = starts[-1]
         while borders[-1] < total:
-            end = min(borders[-1] + max(64, chunk_bytes), total)
+            end = min(borders[-1] + limit, total)
             while starts[at + 1] < end:
                 at += 1
-            borders.append(end - (end - starts[at]) % self._copies[at].itemsize)
-        return [self._make(self._copies, self._mode, a, b - a) for a, b in itertools.pairwise(borders)]
+            borders.append(end - (end - starts[at]) % self._weaves[at].unit_bytes)
+        return [self._make(self._weaves, self._mode, a, b - a) for a, b in itertools.pairwise(borders)]
 
     def execute(
         self, sources: Any, targets: Any, threads: int = 1, sums: dict[str, Digest] | None = None
@@ -201,12 +198,12 @@ class CopyTable:
     @functools.cached_property
     def _batches(self) -> list[numpy_copies.Batch]:
         alone = min(NUMPY_BYTES, max(SPLIT_BYTES // 4, self.total_bytes // 32))
-        blocks = [p.block for p in self._pieces()]
-        return numpy_copies.batches_of(gangs_of(blocks, self._mode == "direct", alone))
+        groups = [[p.block for p in group] for group in self._groups()]
+        return numpy_copies.batches_of(gangs_of(groups, self._mode == "direct", alone))
 
     @functools.cached_property
     def _nothing(self) -> dict[str, Digest]:
-        return {c.target_path: (0, 0) for c in self._copies}
+        return {c.target_path: (0, 0) for woven in self._weaves for c in woven.copies}
 
     @functools.cached_property
     def _summed(self) -> SummedTable:
@@ -218,26 +215,31 @@ class CopyTable:
         return source_sums(pieces, tuple(dict.fromkeys(p.copy.target_path for p in pieces)))
 
     def _pieces(self) -> list[Piece]:
-        return _pieces(self._copies, self._mode, self._offset, self._offset + self.total_bytes)[0]
+        return [piece for group in self._groups() for piece in group]
+
+    def _groups(self) -> list[list[Piece]]:
+        return _groups(self._weaves, self._mode, self._offset, self._offset + self.total_bytes)[0]
 
 
-def _pieces(
-    copies: Sequence[Copy], mode: str, offset: int, end: int
-) -> tuple[list[Piece], dict[Key, int], dict[Key, int]]:
-    """What bytes ``offset:end`` of the stream of copies consist of, and the numbers of the buffers."""
+def _groups(
+    weaves: Sequence[Weave], mode: str, offset: int, end: int
+) -> tuple[list[list[Piece]], dict[Key, int], dict[Key, int]]:
+    """What bytes ``offset:end`` of the stream consist of, in groups, and the numbers of the buffers."""
     sources: dict[Key, int] = {}
     targets: dict[Key, int] = {}
-    pieces: list[Piece] = []
+    groups: list[list[Piece]] = []
     at = 0
-    for copy in copies:
-        low, high = max(offset, at), min(end, at + copy.total_bytes)
+    for woven in weaves:
+        low, high = max(offset, at), min(end, at + woven.total_bytes)
         if low < high:
-            s = STREAM if mode == "scatter" else (copy.source_device, copy.source_path)
-            t = STREAM if mode == "pack" else (copy.target_device, copy.target_path)
-            keys = sources.setdefault(s, len(sources)), targets.setdefault(t, len(targets))
-            pieces += pieces_of(copy, mode, keys, low - at, high - at, at - offset)
-        at += copy.total_bytes
-    return pieces, sources, targets
+            keys = []
+            for copy in woven.copies:
+                s = STREAM if mode == "scatter" else (copy.source_device, copy.source_path)
+                t = STREAM if mode == "pack" else (copy.target_device, copy.target_path)
+                keys.append((sources.setdefault(s, len(sources)), targets.setdefault(t, len(targets))))
+            groups += pieces_of(woven, mode, keys, low - at, high - at, at - offset)
+        at += woven.total_bytes
+    return groups, sources, targets
 
 
 def _resolve(keys: Sequence[Key], buffers: Any, need: IntArray, side: str) -> list[Bytes]:

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from jaxrl_sync.sharding.blocks import IntArray, Piece, gangs_of, table_of
+from jaxrl_sync.sharding.blocks import IntArray, gangs_of, table_of
 from jaxrl_sync.sharding.digests import Digest, SumBlock, Sums
 from jaxrl_sync.sharding.native import addresses, kernels
 from jaxrl_sync.sharding.rank_plan import MAX_DIMS
+from jaxrl_sync.sharding.weaves import Piece
 
 SPLIT_BYTES = 1 << 20
 """Rows of one source that go to different targets are split alike, and run one after the other while the
@@ -76,7 +77,7 @@ class SummedTable:
         joined.sort(key=lambda r: (r.piece.block.source, r.piece.block.source_offset + r.at(1)))
         rows = np.array([r.row(groups) for r in joined], np.int64).reshape(len(joined), 9 + 5 * MAX_DIMS)
         paths = tuple(groups)
-        return cls(paths, rows, table_of(gangs_of([p.block for p in rest])), source_sums(rest, paths))
+        return cls(paths, rows, table_of(gangs_of([[p.block] for p in rest])), source_sums(rest, paths))
 
     def execute(
         self, source: Sequence[Bytes], target: Sequence[Bytes], threads: int, streaming: int

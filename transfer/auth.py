@@ -29,7 +29,9 @@ from typing import Any
 from jaxrl_sync.transfer import wire
 from jaxrl_sync.transfer.errors import AuthError, ProtocolError, TransferError
 
-PROTOCOL = 1
+PROTOCOL = 2
+"""Of links, whole: another number for every change of what travels. 2: woven rows on tcp's lanes."""
+
 TOKEN_HEX = 64
 MAX_HELLO_BYTES = 1 << 20
 MAX_UNPROVEN_BYTES = 64 << 10  # of a message whose sender hasn't proven the token yet

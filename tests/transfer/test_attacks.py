@@ -77,7 +77,7 @@ def test_a_handshake_nested_too_deeply_is_refused(pair: tuple[socket.socket, soc
 
 
 def test_what_a_stranger_says_does_not_fill_the_log(pair: tuple[socket.socket, socket.socket]) -> None:
-    text = json.dumps({"protocol": 1, "run_id": "x" * 50_000, "nonce": "n"}).encode()
+    text = json.dumps({"protocol": auth.PROTOCOL, "run_id": "x" * 50_000, "nonce": "n"}).encode()
     pair[1].sendall(len(text).to_bytes(4, "little") + text)
     with pytest.raises(AuthError, match="foreign") as caught:
         auth.accept(pair[0], TOKEN, "r1", 5)

@@ -146,14 +146,14 @@ def wrong_token(door: Door, sock: socket.socket) -> None:
 
 
 def wrong_token_that_trusts_anyone(door: Door, sock: socket.socket) -> None:
-    sock.sendall(message({"protocol": 1, "run_id": door.run_id, "nonce": "n"}))
+    sock.sendall(message({"protocol": auth.PROTOCOL, "run_id": door.run_id, "nonce": "n"}))
     answer(sock)
     sock.sendall(message({"hello": json.dumps(door.hello), "proof": "00" * 32}))
     assert "wrong run token" in answer(sock)["error"]
 
 
 def no_token(door: Door, sock: socket.socket) -> None:
-    sock.sendall(message({"protocol": 1, "run_id": door.run_id, "nonce": "n"}))
+    sock.sendall(message({"protocol": auth.PROTOCOL, "run_id": door.run_id, "nonce": "n"}))
     answer(sock)
     sock.sendall(message({"hello": json.dumps(door.hello)}))
     assert ended(sock)
@@ -171,7 +171,7 @@ def oversized(door: Door, sock: socket.socket) -> None:
 
 
 def oversized_hello(door: Door, sock: socket.socket) -> None:
-    sock.sendall(message({"protocol": 1, "run_id": door.run_id, "nonce": "n"}))
+    sock.sendall(message({"protocol": auth.PROTOCOL, "run_id": door.run_id, "nonce": "n"}))
     answer(sock)
     with contextlib.suppress(ConnectionError):
         sock.sendall(_LENGTH.pack(auth.MAX_UNPROVEN_BYTES + 1))
@@ -217,7 +217,7 @@ def test_strangers_are_refused_and_logged_once(door: Door, caplog: pytest.LogCap
 
 def test_a_replayed_handshake_is_refused(door: Door, caplog: pytest.LogCaptureFixture) -> None:
     """Every byte that a good client sent, sent again by somebody who read them."""
-    first = message({"protocol": 1, "run_id": door.run_id, "nonce": "ab" * 32})
+    first = message({"protocol": auth.PROTOCOL, "run_id": door.run_id, "nonce": "ab" * 32})
     with wire.dial(door.address, 5) as good:
         good.sendall(first)
         nonce = answer(good)["nonce"]
@@ -282,7 +282,7 @@ def test_a_proof_of_a_listener_is_none_of_a_client(pair: tuple[socket.socket, so
 
     thread = threading.Thread(target=listen)
     thread.start()
-    pair[1].sendall(message({"protocol": 1, "run_id": "r1", "nonce": "n"}))
+    pair[1].sendall(message({"protocol": auth.PROTOCOL, "run_id": "r1", "nonce": "n"}))
     proof = answer(pair[1])["proof"]
     pair[1].sendall(message({"hello": "", "proof": proof}))
     thread.join(5)

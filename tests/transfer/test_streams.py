@@ -50,6 +50,15 @@ def block(source: str, target: str, shape: tuple[int, ...], order: tuple[int, ..
     )
 
 
+def column(number: int, rows: int, width: int, pad: int) -> Copy:
+    """One of three blocks of columns that lie side by side in a source shard."""
+    zeros = (0, 0)
+    return Copy(
+        0, f"wide{rows}", 1, f"g{rows}.{number}", 2, (rows, width), width * number, (width * 3, 1), pad,
+        (width + pad, 1), 0, zeros, 0, zeros,
+    )  # fmt: skip
+
+
 EDGE = Edge(
     0,
     0,
@@ -60,6 +69,8 @@ EDGE = Edge(
         block("small", "d", (7,), (0,), 0),
         block("empty", "e", (0, 4), (0, 1), 0),
         block("deep", "f", (3, 5, 200), (1, 0, 2), 8),
+        *(column(i, 30, 400, 0) for i in range(3)),
+        *(column(i, 50, 20, 6) for i in range(3)),
     ),
 )
 
@@ -170,6 +181,29 @@ def test_both_sides_cut_alike_whatever_the_border() -> None:
             cut = windows(part.copies, 4097)
             assert sum(w.nbytes for w in cut) == part.total_bytes
             assert all(0 < w.nbytes <= 4097 and w.nbytes % 2 == 0 for w in cut)
+
+
+@pytest.mark.skipif(kernels() is None, reason="needs the C kernels")
+def test_a_sender_reads_rows_of_all_columns_as_one_run() -> None:
+    (sent,) = segments(windows([column(i, 30, 400, 0) for i in range(3)], 1 << 20), "source")
+    (taken,) = segments(windows([column(i, 30, 400, 0) for i in range(3)], 1 << 20), "target")
+    assert isinstance(sent, Direct) and isinstance(taken, Direct)
+    assert (len(sent.keys), len(sent.rows), sent.rows[0, 4]) == (1, 1, sent.nbytes)
+    assert (len(taken.keys), len(taken.rows), taken.nbytes) == (3, 3, sent.nbytes)
+
+
+def test_little_is_on_its_way_within_a_host(lanes: list[Pair]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        far = server.accept()[0]
+    with near, far:
+        terms = Terms("tcp", "", 0, 4096)
+        kept = far.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        tcp.TcpSender(EDGE, [wire.Connection(near, "receiver")], terms)
+        tcp.TcpReceiver(EDGE, [wire.Connection(far, "sender")], terms)
+        size = near.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        assert tcp.LOCAL_BUFFER_BYTES <= size <= 2 * tcp.LOCAL_BUFFER_BYTES  # the kernel counts its own share
+        assert far.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == kept
 
 
 def test_a_peer_that_closes_in_the_middle_is_named_on_both_sides(lanes: list[Pair]) -> None:

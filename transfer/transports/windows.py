@@ -1,7 +1,8 @@
 """A packed edge cut into windows, and where a window's bytes lie: in few long runs, or only in a copy table.
 
-The packed edge is its copies' elements, one copy after the other, each in row-major order of its shape.
-Windows end at borders of elements and follow from plan and size alone, so both sides cut alike.
+The packed edge is its copies' elements, one copy after the other, each in row-major order of its shape, but
+copies whose rows lie between each other in the source are woven, row by row. Windows end at borders of an
+element (or of a row of each) and follow from plan and size alone, so both sides cut alike.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy.typing as npt
 from jaxrl_sync.sharding import Copy, CopyTable
 from jaxrl_sync.sharding.native import flat_bytes
 from jaxrl_sync.sharding.rank_plan import MAX_DIMS
+from jaxrl_sync.sharding.weaves import Weave, weave
 from jaxrl_sync.transfer.transports.pinned import Table
 
 Key = tuple[int, str]
@@ -33,23 +35,24 @@ VIEW_RUN_BYTES = 16 << 10
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Window:
-    """``nbytes`` of the packed edge, from ``offset`` bytes into the stream of ``copies`` on."""
+    """``nbytes`` of the packed edge, from ``offset`` bytes into the stream of ``weaves`` on."""
 
-    copies: tuple[Copy, ...]
+    weaves: tuple[Weave, ...]
     offset: int
     nbytes: int
 
 
 def windows(copies: Sequence[Copy], limit_bytes: int) -> list[Window]:
     """Windows of at most ``limit_bytes`` each, in order."""
-    starts = list(itertools.accumulate((c.total_bytes for c in copies), initial=0))
+    weaves = weave(copies, limit_bytes)
+    starts = list(itertools.accumulate((w.total_bytes for w in weaves), initial=0))
     found, low = list[Window](), 0
     while low < starts[-1]:
         high = min(low + limit_bytes, starts[-1])
         last = bisect.bisect_left(starts, high)
-        high -= (high - starts[last - 1]) % copies[last - 1].itemsize
+        high -= (high - starts[last - 1]) % weaves[last - 1].unit_bytes
         first = bisect.bisect_right(starts, low) - 1
-        found.append(Window(tuple(copies[first:last]), low - starts[first], high - low))
+        found.append(Window(tuple(weaves[first:last]), low - starts[first], high - low))
         low = high
     return found
 
@@ -77,7 +80,7 @@ def segments(cut: Sequence[Window], side: Side) -> list[Direct | Place]:
 
 def _table(window: Window, side: Side) -> CopyTable:
     make = CopyTable.pack if side == "source" else CopyTable.scatter
-    return make(window.copies, window.offset, window.nbytes)
+    return make(window.weaves, window.offset, window.nbytes)
 
 
 def _is_direct(table: CopyTable) -> bool:
@@ -125,10 +128,15 @@ _Runs = list[tuple[Key, Starts, Starts]]
 
 
 def _runs(window: Window, side: Side) -> _Runs | None:
-    """(shard, offsets, lengths) of the window's runs in bytes; None where one copy has only short ones."""
+    """(shard, offsets, lengths) of the window's runs in bytes; None where one copy has only short ones.
+
+    Woven copies have.
+    """
     found: _Runs = []
     at = -window.offset
-    for copy in window.copies:
+    if any(len(woven.copies) > 1 for woven in window.weaves):
+        return None
+    for copy in (woven.copies[0] for woven in window.weaves):
         low, high = max(0, -at), min(copy.total_bytes, window.nbytes - at)
         at += copy.total_bytes
         strides = copy.source_strides if side == "source" else copy.target_strides
