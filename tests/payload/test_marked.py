@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import jax
@@ -45,10 +47,7 @@ class Steps:
         self._run = jax.jit(self._step)
 
     def _step(self, masters: Tree, seed: Any, masks: Tree | None) -> Any:
-        moved = {}
-        for number, (path, x) in enumerate(masters.items()):
-            drawn = jax.random.normal(jax.random.fold_in(jax.random.key(seed), number), x.shape)
-            moved[path] = x - 2e-4 * jnp.tanh(drawn) * jnp.abs(x)
+        moved = {path: x - 1e-4 * jnp.sin(x * 1e4 + seed) * jnp.abs(x) for path, x in masters.items()}
         return marked_cast(masters, moved, self.wire, masks)
 
     def step(self, seed: int) -> None:
@@ -148,6 +147,19 @@ def test_missing_marks_are_noticed_by_the_check_and_never_used_again(
     assert not marks.trusted and differences.marked == known_at
     assert all(equal[known_at - 1 :]) and all(equal[: first or None])
     assert [r.message for r in caplog.records if "aren't used any more" in r.message]
+
+
+def test_marks_keep_no_tree_alive_and_only_the_newest_marks() -> None:
+    marks, gone = Marks(), list[Any]()
+    for number in range(4):
+        tree = {"w": jnp.full(8, number, jnp.float32)}
+        masks = {"w": jnp.zeros((1, 1), jnp.uint32)}
+        gone.append((weakref.ref(tree["w"]), weakref.ref(masks["w"])))
+        assert marks.take(Version("a", number + 1), Marked(tree, masks, tree, Version("a", number))) is tree
+    del tree, masks
+    gc.collect()
+    assert all(tree() is None for tree, _ in gone)
+    assert [mask() is None for _, mask in gone] == [True, True, False, False]
 
 
 def test_the_masters_that_a_step_keeps_are_those_that_it_cast() -> None:

@@ -55,8 +55,10 @@ class Marks:
         """The tree that was given; its marks, where it has some, are remembered."""
         if not isinstance(given, Marked):
             return given
+        dtypes = {path: jax.ShapeDtypeStruct((), x.dtype) for path, x in given.wire.items()}
+        kept = dataclasses.replace(given, tree=None, wire=dtypes)  # no array but the marks themselves
         with self._lock:
-            self._newest[version] = given
+            self._newest[version] = kept
             while len(self._newest) > KEPT:
                 self._newest.pop(next(iter(self._newest)))
         return given.tree
