@@ -89,7 +89,7 @@ class Inbound:
         self._applied: list[tuple[Shadow, Applied]] = []
         self._times_of, self._times = "", dict[str, float]()
         self._round_lock = threading.Lock()
-        self._in_round = False
+        self._in_round = self._out_of_step = False
         self._config = config
         self._opening = opening
         self._address = str(publisher.info.get("address"))
@@ -378,13 +378,11 @@ class Inbound:
             if wrong or len(found) != len(sent):
                 for shadow, _ in rows:
                     shadow.doubt = True
-                names = ", ".join(wrong[:5]) or "other tensors"
-                raise MismatchError(
-                    f"bits from {self.peer} over {self.transport} differ from those sent in: {names}"
-                )
+                self._out_of_step = isinstance(self._receiver, TcpReceiver)  # a lane may have bytes left
+                where = f"{self.peer} over {self.transport} differ from those sent in"
+                raise MismatchError(f"bits from {where}: {', '.join(wrong[:5]) or 'other tensors'}")
         for shadow, digests in rows:
-            known_by = shadow.verified if self._applied else shadow.filled
-            known_by(slot, offer.version, digests)
+            (shadow.verified if self._applied else shadow.filled)(slot, offer.version, digests)
         self.shadow.holds(slot.generation, offer.version)
         taking.passing.verified(found or {})
         seconds = {**self._told, "verify": time.monotonic() - start}
@@ -396,8 +394,7 @@ class Inbound:
         rows = [(shadow, applied.digests) for shadow, applied in self._applied] or [(self.shadow, None)]
         if not self._config.verify:
             return rows
-        threads = self._config.threads
-        return [(s, s.recount(slot, threads) if digests is None else digests) for s, digests in rows]
+        return [(s, s.recount(slot, self._config.threads) if d is None else d) for s, d in rows]
 
     def sums(self, offer: Offer, deadline: float) -> Digests:
         """The sender's digests of what ``take`` brought: it computes them while we recount ours."""
@@ -447,6 +444,8 @@ class Inbound:
         except UserError as error:
             logger.info("no report to %s: %s", self.peer, error)
             self._connection.close()  # half a message may be on the way
+        if self._out_of_step:
+            self.close()
 
     @property
     def closed(self) -> bool:
