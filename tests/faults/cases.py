@@ -12,9 +12,10 @@ from typing import Literal
 from tests.faults.rules import Action, Rule
 
 How = Literal["kill", "stop"]
-PHASES = ("export", "announce", "begin", "move", "verify", "prepared", "swap", "commit", "idle")
 HALF_BYTES = 3_000_000
-"""About half of what the smallest replica receives of one version."""
+"""About half of what the smallest replica receives of one whole version."""
+
+PHASES = ("export", "announce", "begin", "move", "verify", "prepared", "swap", "commit", "idle")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,12 +74,12 @@ class Broken:
         """As pytest shows it."""
         return f"{self.action}-{self.kind}-at-{self.when}-of-{self.source}"
 
-    def rule(self) -> Rule:
-        """What the proxy is told."""
+    def rule(self, half_bytes: int) -> Rule:
+        """What the proxy is told; ``half_bytes`` of a version."""
         assert self.action != "unplug"
         rule = Rule(self.action, self.source, kind=self.kind, value=self.value)
         if self.when == "move":
-            return dataclasses.replace(rule, up=False, after_bytes=HALF_BYTES)
+            return dataclasses.replace(rule, up=False, after_bytes=half_bytes)
         if self.when == "begin":
             return dataclasses.replace(rule, down=False, pattern=phase_pattern("begin"))
         return rule
@@ -109,6 +110,20 @@ def _strikes() -> list[Strike]:
 
 
 STRIKES = _strikes()
+FRAMES = [
+    Strike(victim, how, phase, filling)
+    for victim, phase, filling in (
+        ("inplace.0", "move", "inplace.0"),
+        ("inplace.0", "verify", "inplace.0"),
+        ("inplace.0", "prepared", "inplace.0"),
+        ("inplace.0", "commit", "inplace.0"),
+        ("framed.0", "move", "framed.0"),
+        ("trainer.0", "move", "inplace.0"),
+        ("trainer.1", "move", "framed.0"),
+        ("hub", "move", "inplace.0"),
+    )
+    for how in ("kill", "stop")
+]
 BROKEN = [
     Broken("rate", "data", "idle", value=4e6),
     Broken("rate", "control", "idle", value=20e3),

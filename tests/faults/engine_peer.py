@@ -39,8 +39,13 @@ class Generation:
         self.tree: Any = None
         self._holds = holds
         self._parts: list[tuple[model.Array, int]] = []
-        self._todo: queue.SimpleQueue[Update] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[Update | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def stop_reading(self) -> None:
+        """Called by another thread: read nothing until the next swap; returns when no read is under way."""
+        self._todo.put(None)
+        self._done.get()
 
     def swap(self, update: Update) -> Any:
         """Called by another thread: the new tree, once generation uses it. Errors of ``update.swap``."""
@@ -63,7 +68,11 @@ class Generation:
             self.pauses.step()
             time.sleep(STEP_S)
 
-    def _swap(self, update: Update) -> None:
+    def _swap(self, update: Update | None) -> None:
+        if update is None:
+            self._parts = []
+            self._done.put(None)
+            return
         try:
             self.tree = update.swap()
         except UserError as error:
@@ -82,6 +91,8 @@ def take_all(subscriber: Subscriber, generation: Generation, holds: Holds) -> No
             if update is None:
                 continue
             say(preparing=str(update.version), round=update._offer.round)
+            if update.in_place:  # its memory is what serves
+                generation.stop_reading()
             report = update.prepare()
             holds.reach("prepared")
             tree = generation.swap(update)

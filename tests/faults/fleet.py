@@ -10,17 +10,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import signal
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxrl_sync.transfer import auth
 from jaxrl_sync.transfer.clean import remove_leftovers
+from tests.faults.cases import HALF_BYTES
 from tests.faults.child import Child, Message
 from tests.faults.model import Boxes, Expected
 from tests.faults.network import Network
 from tests.faults.rules import Edge
+from tests.ports import free_port
 
 TTL_S, ROUND_S = 3.0, 8.0
 START_S = 120.0
@@ -35,6 +36,7 @@ class Replica:
     """An engine: ``tp`` devices over ``processes``; ``host`` is where it runs (its own by default).
 
     With ``relay`` it serves others. ``site`` is what it says of its place. ``connections``: lanes per edge.
+    ``slots``: with one, versions land where it serves.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Replica:
     site: str = ""
     relay: bool = False
     connections: int = 2
+    slots: int = 2
 
     @property
     def ranks(self) -> list[str]:
@@ -61,6 +64,16 @@ REPLICAS = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What the trainer publishes: one element in ``every`` changes; ``half_bytes`` are about half of what the
+    smallest replica then receives of a version."""
+
+    payload: str = "full"
+    every: int = 1
+    half_bytes: int = HALF_BYTES
+
+
 class Fleet:
     """Owns every process: ``close()``. Names: hub, trainer.0, trainer.1, REPLICA.RANK, probe."""
 
@@ -70,11 +83,12 @@ class Fleet:
         folder: Path,
         replicas: tuple[Replica, ...] = REPLICAS,
         publisher: dict[str, Any] | None = None,
+        trained: Trained = Trained(),
     ) -> None:
         """Start everything and wait until it is up. ``publisher``: more settings of PublisherConfig."""
         self.network, self.folder = network, folder
         self.replicas = {r.name: r for r in replicas}
-        self.expected = Expected()
+        self.trained, self.expected = trained, Expected(trained.every)
         self.children: dict[str, Child] = {}
         self.lineage, self.number = "a", -1
         self.publisher = publisher or {}
@@ -87,7 +101,7 @@ class Fleet:
         for name in ("hub", "trainer", *(r.host or r.name for r in replicas)):
             if name not in network.hosts:
                 network.host(name)
-        self._hub_port = 7070 if network.real else _free_port()
+        self._hub_port = 7070 if network.real else free_port()
         self.hub_address = f"{network.hosts['hub'].address}:{self._hub_port}"
         try:
             self._start_all()
@@ -139,9 +153,10 @@ class Fleet:
 
     def start_trainers(self) -> None:
         """Start the trainer's world."""
-        world = {"coordinator": f"{self.network.hosts['trainer'].address}:{_free_port()}", "size": RANKS}
+        world = {"coordinator": f"{self.network.hosts['trainer'].address}:{free_port()}", "size": RANKS}
         for rank in range(RANKS):
             options = {"rank": rank, "lineage": self.lineage, "publisher": self.publisher, **world}
+            options |= {"payload": self.trained.payload, "every": self.trained.every}
             self._child(f"trainer.{rank}", "trainer", "trainer", 2, transport="auto", **options)
 
     def start_replica(self, name: str) -> None:
@@ -150,10 +165,11 @@ class Fleet:
         host = replica.host or name
         world = {}
         if replica.processes > 1:
-            world = {"coordinator": f"{self.network.hosts[host].address}:{_free_port()}"}
+            world = {"coordinator": f"{self.network.hosts[host].address}:{free_port()}"}
         for rank, process in enumerate(replica.ranks):
             options = {"rank": rank, "size": replica.processes, "tp": replica.tp, **world}
             own = {"site": replica.site, "relay": replica.relay, "connections": replica.connections}
+            own |= {"slots": replica.slots}
             own |= {"host": self.network.hosts[host].address, "chunk_bytes": 64 << 10}
             options |= {"engine": name, "subscriber": own}
             transport = "auto" if self.network.real or replica.host else "tcp"
@@ -286,9 +302,3 @@ class Fleet:
         for child in self.children.values():
             child.close()
         remove_leftovers(self.run_id)
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])

@@ -2,10 +2,12 @@
 
 A version is the same random masters with some mantissa bits flipped: every element of every version differs
 from the one before, in any dtype of 8 bits of mantissa or more, and a test knows them without a trainer.
+Where only one element in so many (``every``) is flipped, the others are the same in all versions.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import zlib
 from collections.abc import Iterable, Mapping
@@ -33,15 +35,16 @@ def mask(lineage: str, number: int) -> np.uint32:
     return np.uint32(((zlib.crc32(lineage.encode()) + number * 37) % 127 + 1) << 16)
 
 
-def _flip(params: Any, bits: Any) -> Any:
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=2)
+def flip(params: Any, bits: Any, every: int = 1) -> Any:
+    """One optimizer step of these tests; its argument is donated."""
+
     def one(x: jax.Array) -> jax.Array:
-        return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, jnp.uint32) ^ bits, jnp.float32)
+        column = jax.lax.broadcasted_iota(jnp.uint32, x.shape, x.ndim - 1)
+        mine = jnp.where(column % every == 0, jnp.uint32(bits), jnp.uint32(0))
+        return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, jnp.uint32) ^ mine, jnp.float32)
 
     return jax.tree.map(one, params)
-
-
-flip = jax.jit(_flip, donate_argnums=0)
-"""``flip(params, bits)``: one optimizer step of these tests; its argument is donated."""
 
 
 def masters() -> dict[str, Array]:
@@ -75,7 +78,8 @@ def convert_for(tp: int) -> Any:
 class Expected:
     """What every engine must hold, computed in the test's own process and kept per version and mesh."""
 
-    def __init__(self) -> None:
+    def __init__(self, every: int = 1) -> None:
+        self._every = every
         self._masters = masters()
         self._trees: dict[tuple[str, int, int], dict[str, Array]] = {}
 
@@ -84,7 +88,7 @@ class Expected:
         key = (lineage, number, tp)
         if key not in self._trees:
             bits = mask(lineage, number)
-            flipped = {p: (v.view(np.uint32) ^ bits).view(np.float32) for p, v in self._masters.items()}
+            flipped = {p: _flipped(v, bits, self._every) for p, v in self._masters.items()}
             tree = jax.jit(convert_for(tp))(_nested(flipped))
             self._trees[key] = {p: np.asarray(x) for p, x in leaves_by_path(tree).items()}
         return self._trees[key]
@@ -106,6 +110,12 @@ class Expected:
                 for box in held:
                     seen[path][tuple(slice(a, b) for a, b in box)] = True
         return all(bool(x.all()) for x in seen.values())
+
+
+def _flipped(values: Array, bits: np.uint32, every: int) -> Array:
+    found = values.view(np.uint32).copy()
+    found[..., ::every] ^= bits
+    return found.view(np.float32)
 
 
 def _nested(flat: Mapping[str, Array]) -> dict[str, Any]:

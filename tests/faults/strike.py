@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from tests.faults.cases import HALF_BYTES, Broken, Strike, phase_pattern
+from tests.faults.cases import Broken, Strike, phase_pattern
 from tests.faults.child import Message
 from tests.faults.fleet import RANKS, ROUND_S, SETTLE_S, TTL_S, Fleet
 from tests.faults.rules import Rule
@@ -24,7 +24,7 @@ REACH_S = 60.0
 SLOTS, LANES = 2, 2
 
 
-def run_strike(fleet: Fleet, case: Strike) -> Message | None:
+def run_strike(fleet: Fleet, case: Strike, counted: Callable[[Fleet], None] | None = None) -> Message | None:
     """Hold the phase, strike, let go, heal. What became of the version under way, if its publisher knows."""
     _look_at_pauses(fleet)
     idle = case.phase == "idle"
@@ -46,7 +46,7 @@ def run_strike(fleet: Fleet, case: Strike) -> Message | None:
         fleet.restart(case.victim)
     fleet.publish()
     settled(fleet)
-    check_counted(fleet)
+    (counted or check_counted)(fleet)
     excused = {case.role} | ({case.filling.partition(".")[0]} if case.phase == "swap" else set())
     check_pauses(fleet, excused)
     if idle or (case.how == "kill" and case.role == "trainer"):
@@ -60,7 +60,7 @@ def run_broken(fleet: Fleet, case: Broken) -> Message:
     place = case.source.partition(".")[0]
     with contextlib.ExitStack() as stack:
         if case.action == "unplug":
-            half = _half(case.source)
+            half = _half(fleet, case.source)
             reached = stack.enter_context(_stalled(fleet, half)) if case.when == "move" else None
             if reached is None:
                 stack.enter_context(fleet.network.unplugged(place))
@@ -70,7 +70,7 @@ def run_broken(fleet: Fleet, case: Broken) -> Message:
                 stack.enter_context(fleet.network.unplugged(place))
                 fleet.network.proxy.clear()
         else:
-            rule = stack.enter_context(fleet.network.proxy.broken(case.rule()))
+            rule = stack.enter_context(fleet.network.proxy.broken(case.rule(fleet.trained.half_bytes)))
             number = fleet.publish(wait=place != "trainer")
             if case.when != "idle":
                 assert fleet.network.proxy.fired(rule, REACH_S), f"{case.name}: nothing was broken"
@@ -83,8 +83,8 @@ def run_broken(fleet: Fleet, case: Broken) -> Message:
     return fleet.outcome(number)
 
 
-def _half(source: str) -> Rule:
-    return Rule("stall", source=source, kind="data", up=False, after_bytes=HALF_BYTES)
+def _half(fleet: Fleet, source: str) -> Rule:
+    return Rule("stall", source=source, kind="data", up=False, after_bytes=fleet.trained.half_bytes)
 
 
 @contextlib.contextmanager
@@ -109,7 +109,7 @@ def _held(fleet: Fleet, case: Strike) -> Iterator[Callable[[], object]]:
         elif phase in ("move", "verify"):
             kind, pattern = "data", "written" if phase == "move" else "verify"
         if phase == "move" and filling != "local.0":
-            rule = _half(source)
+            rule = _half(fleet, source)
         else:
             up, words = kind == "control", phase_pattern(pattern)
             rule = Rule("stall", source=source, kind=kind, up=up, down=not up, pattern=words)

@@ -15,6 +15,7 @@ from jaxrl_sync.sharding import Correspondence, Layout
 from jaxrl_sync.transfer import Publisher, PublisherConfig, Version
 from jaxrl_sync.transfer.errors import TransferError
 from jaxrl_sync.transfer.outcome import Ticket
+from jaxrl_sync.transfer.payload.settings import PayloadSettings
 from tests.faults import model
 from tests.faults.peer import Holds, held, join_world, listen, say
 
@@ -71,6 +72,7 @@ def run(options: dict[str, Any]) -> None:
         chunk_bytes=64 << 10,
         ttl_s=options["ttl_s"],
         timeout_s=options["timeout_s"],
+        payload=PayloadSettings(options.get("payload", "full")),
         **options.get("publisher", {}),
     )
     with Publisher(options["hub"], Layout.of(params), token_file=options["token"], config=config) as out:
@@ -90,7 +92,7 @@ def run(options: dict[str, Any]) -> None:
         while True:
             number = todo.get()
             wanted = model.mask(lineage, number)
-            params, now = model.flip(params, now ^ wanted), wanted
+            params, now = model.flip(params, now ^ wanted, options.get("every", 1)), wanted
             jax.block_until_ready(params)
             start = time.monotonic()
             try:
