@@ -172,9 +172,18 @@ def transports(folder: Path) -> str:
         if name in row["seconds"]:
             seconds = statistics.median(row["seconds"][name])
             lines.append(f"| {label} | {seconds * 1e3:.0f} | {row['bytes'] / seconds / 1e9:.1f} |")
-    return (
-        "\n".join([*lines, "", f"Commit {row['commit']}, 2 CPU cores, medians of {row['repeats']}."]) + "\n"
-    )
+    beside = [
+        f"{name}: {_ms(row[name]['digest']):.0f} ms later the receiver has counted all bytes again while its "
+        f"engine decodes on; then the swap takes {_ms(row[name]['swap']):.2f} ms."
+        for name in ("shm", "tcp")
+        if name in row
+    ]
+    about = f"Commit {row['commit']}, 2 CPU cores, medians of {row['repeats']}."
+    return "\n".join([*lines, "", about, *beside]) + "\n"
+
+
+def _ms(seconds: list[float]) -> float:
+    return statistics.median(seconds) * 1e3
 
 
 def runs(folder: Path) -> str:

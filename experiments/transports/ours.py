@@ -61,7 +61,10 @@ def trainer(options: dict[str, Any]) -> None:
 def engine(options: dict[str, Any]) -> None:
     """Answers {"take": 1} with what the next version cost, {"checksum"}, {"stats"}."""
     config = SubscriberConfig(
-        transport=options["transport"], threads=options["threads"], connections=options["connections"]
+        transport=options["transport"],
+        threads=options["threads"],
+        connections=options["connections"],
+        eager=True,  # as the engines of a run that pull
     )
     decode = jax.jit(lambda tree: sum(jnp.sum(x[..., 0].astype(jnp.float32)) for x in tree.values()))
     target = w1.target(options["scale"])
@@ -83,7 +86,7 @@ def engine(options: dict[str, Any]) -> None:
                 jax.block_until_ready(decode(tree))
                 say(
                     complete_at=complete_at, wire_s=report.wire_s, verify_s=report.verify_s, swap_s=swap_s,
-                    transport=report.transport, compiled=decode._cache_size(),
+                    transport=report.transport, compiled=decode._cache_size(), moved=dict(report.moved),
                 )  # fmt: skip
             elif "checksum" in command:
                 say(checksum=w1.checksum(tree))
