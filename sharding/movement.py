@@ -170,7 +170,7 @@ RULES: dict[str, Rule] = {
     **{
         name: _same
         for name in "copy copy_p optimization_barrier sharding_constraint reshard mesh_cast device_put name "
-        "pvary layout_constraint".split()
+        "pvary layout_constraint stop_gradient".split()
     },
 }
 

@@ -61,11 +61,11 @@ def predicted(corr: Correspondence, path: str, ids: Ids) -> Any:
         leaf = corr.leaves[f.source]
         assert leaf.kind != "computed", f"{path} is computed by {leaf.reason}"
         values = (
-            ids[leaf.path].ravel()
-            if leaf.kind == "param"
-            else np.frombuffer(leaf.values, dtype_of(leaf.dtype))
+            np.frombuffer(leaf.values, dtype_of(leaf.dtype)) if leaf.kind == "constant" else ids[leaf.path]
         )
-        flat[at.ravel()] = np.broadcast_to(values[of], at.shape).ravel()
+        for dtype in leaf.casts:
+            values = values.astype(dtype)  # small numbers, which every dtype of the programs holds
+        flat[at.ravel()] = np.broadcast_to(values.ravel()[of], at.shape).ravel()
         np.add.at(named, at.ravel(), 1)
     assert (named == 1).all(), f"{path}: elements named {sorted(set(named.tolist()))} times"
     return flat.reshape(tensor.shape)

@@ -70,7 +70,7 @@ def _concatenate(rng: np.random.Generator, pool: list[Any]) -> Any:
         return jnp.stack([x, x])
     axis = int(rng.integers(0, x.ndim))
     other = pool[int(rng.integers(0, len(pool)))]
-    same = other.ndim == x.ndim and all(
+    same = (other.ndim, other.dtype) == (x.ndim, x.dtype) and all(
         a == b for i, (a, b) in enumerate(zip(x.shape, other.shape, strict=True)) if i != axis
     )
     return jnp.concatenate([x, other if same else jnp.flip(x), x], axis=axis)
@@ -201,17 +201,56 @@ def _nested(rng: np.random.Generator, pool: list[Any]) -> Any:
     return (jax.jit(inner), jax.checkpoint(inner), custom)[int(rng.integers(0, 3))](pool[-1])
 
 
+_CASTS = {"int32": ("int16", "float32"), "int16": ("int32", "float32"), "float32": ("bfloat16", "int32")}
+"""What values are cast to: bfloat16 is the end, since compilers skip roundings that a later cast undoes."""
+
+
+def _cast(rng: np.random.Generator, pool: list[Any]) -> Any:
+    choices = [t for t in _CASTS.get(str(pool[-1].dtype), ()) if t != "bfloat16"]
+    return pool[-1].astype(rng.choice(choices)) if choices else pool[-1]
+
+
+def _round(rng: np.random.Generator, pool: list[Any]) -> Any:
+    choices = _CASTS.get(str(pool[-1].dtype), ())
+    return pool[-1].astype(rng.choice(choices)) if choices else pool[-1]
+
+
+def _arithmetic(rng: np.random.Generator, pool: list[Any]) -> Any:
+    """Exact in floats, and modulo a power of two in integers, so that every compiler finds the same bits."""
+    x = pool[-1]
+    kind = int(rng.integers(0, 6))
+    if kind == 0:
+        return -x
+    if kind == 1:
+        return jnp.maximum(x, jnp.flip(x))
+    if kind == 2:
+        return jax.jit(lambda y: y * 2)(x)
+    if kind == 3 and x.ndim:
+        return jax.lax.scan(lambda c, row: (c, jnp.abs(row)), 0, x)[1]
+    if x.dtype.kind != "i":
+        return x + x
+    return x @ jnp.flip(x).T if kind == 4 and x.ndim == 2 else x * 3 + jnp.flip(x)
+
+
 OPS: tuple[Op, ...] = (
     _reshape, _reshape, _reshape, _transpose, _transpose, _slice, _slice, _dynamic_slice, _update,
     _concatenate, _stack, _split, _expand, _squeeze, _broadcast, _tile, _pad, _flip, _take, _index,
     _scatter, _interleave, _where, _vmap, _scan, _nested,
 )  # fmt: skip
 
+MIXES: dict[str, tuple[Op, ...]] = {
+    "moves": OPS,
+    "casts": (*OPS, _cast, _cast, _cast, _cast),
+    "arithmetic": (*OPS, *(_arithmetic,) * 8, *(_round,) * 4),
+}
+"""Which operations a program draws from: "casts" of small whole numbers change none of them."""
+
 MAX_ELEMENTS = 3000
 
 
-def program(seed: int) -> tuple[Callable[[Tree], Tree], dict[str, tuple[int, ...]]]:
-    """(convert, source shapes): two outputs, each the end of a chain of operations."""
+def program(seed: int, mix: str = "moves") -> tuple[Callable[[Tree], Tree], dict[str, tuple[int, ...]]]:
+    """(convert, source shapes): two outputs, each the end of a chain of operations of that mix."""
+    ops = MIXES[mix]
     rng = np.random.default_rng(seed)
     shapes = {"a": _shape(rng), "b": _shape(rng)}
     seeds = [int(s) for s in rng.integers(0, 1 << 30, 2)]
@@ -223,7 +262,7 @@ def program(seed: int) -> tuple[Callable[[Tree], Tree], dict[str, tuple[int, ...
             r = np.random.default_rng(seed_of)
             pool = [tree["a"], tree["b"]] if name == "x" else [tree["b"], tree["a"]]
             for _ in range(length):
-                made = OPS[int(r.integers(0, len(OPS)))](r, pool)
+                made = ops[int(r.integers(0, len(ops)))](r, pool)
                 if math.prod(made.shape) <= MAX_ELEMENTS and made.ndim <= 7:
                     pool.append(made)
             out[name] = pool[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import time
@@ -182,6 +183,24 @@ def test_a_corrupted_or_stale_plan_is_refused() -> None:
         broken[at] ^= 0x10
         with pytest.raises(MappingError):
             Plan.from_bytes(bytes(broken))
+
+
+@pytest.mark.parametrize("lie", ["moves", "digest", "both"])
+def test_a_plan_of_other_moves_is_stale_though_its_checksum_is_right(lie: str) -> None:
+    on = mesh((2,), ("x",))
+    source, whole = (Layout.of({"w": abstract((4, 6), "float32", on, *spec)}) for spec in (("x",), ()))
+    corr = trace(lambda t: t, source)
+    made, other = plan(source, source, corr), plan(source, whole, corr)
+    old = dataclasses.replace(made)  # what a version that planned otherwise would have written
+    if lie != "digest":
+        old.__dict__["_moves"] = other._moves
+    old.__dict__["_digest"] = made.digest if lie == "moves" else other.digest
+    data = old.to_bytes()
+    with pytest.raises(
+        MappingError, match=f"plan is stale: .* {old.digest}, this version plans {made.digest}"
+    ):
+        Plan.from_bytes(data)
+    assert Plan.from_bytes(dataclasses.replace(made).to_bytes()).digest == made.digest
 
 
 def test_target_that_differs_from_the_correspondence() -> None:

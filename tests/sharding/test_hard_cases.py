@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxrl_sync.sharding import Correspondence, Layout, Plan, plan, reshard, trace
 from jaxrl_sync.sharding.paths import leaves_by_path
 from jaxrl_sync.sharding.presets import qwen3
-from tests.sharding.meshes import P, abstract, bits, mesh, random_bits
+from tests.sharding.meshes import P, abstract, bits, mesh, moved_shards, random_bits
 
 Tree = dict[str, Any]
 Specs = dict[str, Any]
@@ -192,6 +192,14 @@ def test_case_7_vocabulary_padding_on_both_sides_and_a_short_last_shard() -> Non
     same = trace(lambda t: t, {"e": jax.ShapeDtypeStruct((5, 4), "bfloat16")})
     rank = plan(uneven, uneven, same).for_rank(0)
     assert [c.shape for c in rank.edges[0].copies] == [(2, 4), (2, 4), (4,)]  # 2 + 2 + 1 + 0 rows of 4
+    wider = Layout.of({"e": abstract((8, 4), "bfloat16", mesh((3,), ("y",), 4), "y")})  # 3 + 3 + 2 rows
+    host = {"e": random_bits(np.random.default_rng(0), (5, 4), "bfloat16")}
+    to_padded = trace(pad, {"e": jax.ShapeDtypeStruct((5, 4), "bfloat16")})
+    for corr, target in ((same, uneven), (to_padded, wider)):
+        found = moved_shards(plan(uneven, target, corr), host)
+        want = np.pad(host["e"], ((0, target["e"].shape[0] - 5), (0, 0)))
+        for shard in target["e"].shards:
+            assert np.array_equal(bits(want[shard.box.slices]), bits(found[shard.device, "e"])), shard
 
 
 def test_case_8_tied_embeddings_go_to_two_destinations() -> None:
