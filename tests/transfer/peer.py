@@ -73,7 +73,8 @@ def pieces_of_first_lane(sender: Any) -> int:
 
 
 class Halt:
-    """Makes a send to one engine stop when half of it is with the receiver, say so, and wait for SIGUSR1."""
+    """Makes a send to one engine stop when half (or another share) of it was sent, say so, and wait
+    for SIGUSR1."""
 
     def __init__(self) -> None:
         from jaxrl_sync.transfer.transports.shm import ShmSender
@@ -81,6 +82,7 @@ class Halt:
 
         self.go_on = threading.Event()
         self._engine = ""
+        self._share = 0.5
         self._moved = 0
         self._wrap(ShmSender, "_copy", lambda sender: len(sender._pieces))
         for name in ("_send_piece", "_send_chunk"):
@@ -93,7 +95,7 @@ class Halt:
         def piece(sender: Any, *args: Any) -> Any:
             if self._engine and threading.current_thread().name.startswith(f"link-{self._engine}."):
                 assert count(sender) > 1, "half of one piece is none"
-                if self._moved == count(sender) // 2:
+                if self._moved == int(count(sender) * self._share):
                     self._engine = ""
                     say(halfway=self._moved)
                     self.go_on.wait()
@@ -102,17 +104,18 @@ class Halt:
 
         setattr(kind, name, piece)
 
-    def arm(self, engine: str) -> None:
-        """The next send to this engine will halt."""
+    def arm(self, engine: str, share: float = 0.5) -> None:
+        """The next send to this engine will halt when that share of its pieces, less than 1, was sent."""
         self.go_on.clear()
-        self._moved, self._engine = 0, engine
+        self._moved, self._engine, self._share = 0, engine, share
 
 
 def trainer(options: dict[str, Any]) -> None:
     """Commands: {"publish": number}, {"ticket": number}, {"stats": 1}.
 
     Trains (and donates) after each publish, with option "every" only each so many-th weight. With
-    "halt": ENGINE the next send to it stops halfway. Option "payload" has fields of PayloadSettings.
+    "halt": ENGINE the next send to it stops halfway, or at "share" of its pieces. Option
+    "payload" has fields of PayloadSettings.
     """
     import jax
     import jax.numpy as jnp
@@ -142,7 +145,7 @@ def trainer(options: dict[str, Any]) -> None:
             command = json.loads(line)
             if "publish" in command:
                 if "halt" in command:
-                    halt.arm(command["halt"])
+                    halt.arm(command["halt"], command.get("share", 0.5))
                 expected = bits(wanted(params)) if options.get("size", 1) == 1 else ""
                 ticket = publisher.publish(params, Version(options["lineage"], command["publish"]))
                 tickets[command["publish"]] = ticket
@@ -169,7 +172,7 @@ def bits(tree: Any) -> str:
 
 
 def obey(subscriber: Any, halt: Halt) -> None:
-    """An engine's stdin: {"halt": ENGINE} as a trainer's, {"stats": 1}, else sha256 of each slot."""
+    """An engine's stdin: {"halt": ENGINE} as a trainer's, {"stats": 1}, {"held": 1}, else slots' sha256."""
     for line in sys.stdin:
         command = json.loads(line)
         if "halt" in command:
@@ -177,6 +180,11 @@ def obey(subscriber: Any, halt: Halt) -> None:
             say(armed=command["halt"])
         elif "stats" in command:
             say(**subscriber.stats())
+        elif "held" in command:
+            with open("/proc/self/maps", encoding="utf8") as maps:
+                mapped = {line.split(None, 5)[5] for line in maps if "/dev/shm/jaxrl_sync-" in line}
+            counts = {"fds": len(os.listdir("/proc/self/fd")), "threads": threading.active_count()}
+            say(held={**counts, "segments": len(mapped)})
         else:
             say(slots=[hashlib.sha256(slot.memory.data).hexdigest() for slot in subscriber._slots])
 
