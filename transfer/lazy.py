@@ -33,8 +33,12 @@ class Reads:
 def _whole_bytes(dtype: Any) -> bool:
     """Whether an element lies in memory as numpy has it: integers of 2 and 4 bits are packed by some."""
     if jnp.issubdtype(dtype, jnp.integer):
-        return int(jnp.iinfo(dtype).bits) == 8 * dtype.itemsize
-    return not jnp.issubdtype(dtype, jnp.floating) or bool(jnp.finfo(dtype).bits == 8 * dtype.itemsize)
+        bits = int(jnp.iinfo(dtype).bits)
+    elif jnp.issubdtype(dtype, jnp.floating):
+        bits = int(jnp.finfo(dtype).bits)
+    else:
+        return True
+    return bits == 8 * int(dtype.itemsize)
 
 
 def _in_host_memory(array: Any) -> bool:

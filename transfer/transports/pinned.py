@@ -23,7 +23,7 @@ class Pinned(Mapping[Key, npt.NDArray[Any]]):
     """(device, path) -> C-contiguous array. Nobody replaces an array while this is in use."""
 
     def __init__(self, shards: Mapping[Key, npt.NDArray[Any]]) -> None:
-        self._arrays = dict(shards)
+        self._arrays: dict[Key, npt.NDArray[Any]] = dict(shards)
         self._at = {key: (a.__array_interface__["data"][0], a.nbytes) for key, a in shards.items()}
         self._found: dict[int, tuple[tuple[Key, ...], Places]] = {}
 
