@@ -60,16 +60,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--width", type=int, help="measure one width here and print its row")
     parser.add_argument("--plain-loop", action="store_true")
+    parser.add_argument("--whole", action="store_true", help="the full width alone")
     options = parser.parse_args()
     if options.width:
         print(json.dumps(measure(options.width, options.plain_loop)))
         return 0
     git = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
-    for divisor in WIDTHS:
+    for divisor in WIDTHS[-1:] if options.whole else WIDTHS:
         words = [sys.executable, __file__, "--width", str(divisor)] + ["--plain-loop"] * options.plain_loop
         done = subprocess.run(words, capture_output=True, text=True, timeout=900, check=True)
-        row = {"commit": commit, **json.loads(done.stdout)}
+        row = {"commit": commit, "load": os.getloadavg()[0], **json.loads(done.stdout)}
         total = row["trace_cpu_s"] + row["plan_cpu_s"]
         print(f"{row['params'] / 1e9:8.1f} G parameters  {total:6.2f} CPU s  {row['wall_s']:6.2f} s  "
               f"{row['peak_bytes'] / 1e9:5.2f} GB", flush=True)  # fmt: skip
