@@ -149,8 +149,21 @@ def test_missing_marks_are_noticed_by_the_check_and_never_used_again(
     assert [r.message for r in caplog.records if "aren't used any more" in r.message]
 
 
+def test_marks_that_the_train_step_took_back_are_compared() -> None:
+    """Whoever asked for the difference got jax's "Array has been deleted", and its link ended."""
+
+    def gone(number: int, mask: jax.Array) -> jax.Array:
+        if number == 1:
+            mask.delete()
+        return mask
+
+    differences, marks, equal = _followed(gone, 4)
+    assert equal == [True] * 3 and differences.marked == 2 and marks.trusted
+
+
 def test_marks_keep_no_tree_alive_and_only_the_newest_marks() -> None:
     marks, gone = Marks(), list[Any]()
+    tree, masks = dict[str, jax.Array](), dict[str, jax.Array]()
     for number in range(4):
         tree = {"w": jnp.full(8, number, jnp.float32)}
         masks = {"w": jnp.zeros((1, 1), jnp.uint32)}

@@ -96,11 +96,12 @@ def test_exports_keep_their_sharding_and_their_memory() -> None:
         assert [s.data.unsafe_buffer_pointer() for s in x.addressable_shards] == places[k], k
 
 
+_auto: Any = jax.sharding.auto_axes  # its annotations know only functions of one argument
 WRITTEN: dict[str, Callable[[Tree], Any]] = {
     "out_sharding": lambda t: jnp.einsum("ij,jk->ik", t["a"], t["b"], out_sharding=P("x", "y")) + t["w"],
     "reshard": lambda t: jax.sharding.reshard(t["w"] * 2, P("x")) @ jax.sharding.reshard(t["b"], P()).T,
     "ones": lambda t: jnp.ones((8, 6), out_sharding=P("x", "y")) + t["w"],
-    "auto_axes": lambda t: jax.sharding.auto_axes(lambda a, b: a @ b, out_sharding=P("x"))(t["a"], t["b"]),
+    "auto_axes": lambda t: _auto(lambda a, b: a @ b, out_sharding=P("x"))(t["a"], t["b"]),
 }
 
 
