@@ -27,7 +27,7 @@ from jaxrl_sync.transfer.inbound import Inbound, take_all
 from jaxrl_sync.transfer.placement import Terms, split
 from jaxrl_sync.transfer.transports import tcp
 from jaxrl_sync.transfer.transports.pinned import Pinned, Table
-from jaxrl_sync.transfer.transports.windows import Direct, segments, windows
+from jaxrl_sync.transfer.transports.windows import Direct, Place, segments, windows
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -181,6 +181,20 @@ def test_both_sides_cut_alike_whatever_the_border() -> None:
             cut = windows(part.copies, 4097)
             assert sum(w.nbytes for w in cut) == part.total_bytes
             assert all(0 < w.nbytes <= 4097 and w.nbytes % 2 == 0 for w in cut)
+
+
+def test_a_window_that_ends_where_a_copy_begins_holds_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the C kernels its runs were looked for: IndexError, and no link."""
+    copies = [
+        Copy(0, name, 1, name, size, (count,), 0, (1,), 0, (1,), 0, (0,), 0, (1,))
+        for name, size, count in (("a", 1, 4094), ("b", 4, 2000))
+    ]
+    cut = windows(copies, 4096)
+    assert [(len(w.weaves), w.offset, w.nbytes) for w in cut] == [(1, 0, 4094), (1, 0, 4096), (1, 4096, 3904)]
+    monkeypatch.setattr(kernels_module, "kernels", lambda: None)
+    found = [s for s in segments(cut, "target") if isinstance(s, Place)]
+    target = Pinned({(1, "a"): np.zeros(4094, np.uint8), (1, "b"): np.zeros(2000, np.uint32)})
+    assert [[v.nbytes for v in s.views(target)] for s in found] == [[4094], [4096], [3904]]
 
 
 @pytest.mark.skipif(kernels() is None, reason="needs the C kernels")

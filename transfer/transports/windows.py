@@ -49,9 +49,9 @@ def windows(copies: Sequence[Copy], limit_bytes: int) -> list[Window]:
     found, low = list[Window](), 0
     while low < starts[-1]:
         high = min(low + limit_bytes, starts[-1])
-        last = bisect.bisect_left(starts, high)
-        high -= (high - starts[last - 1]) % weaves[last - 1].unit_bytes
-        first = bisect.bisect_right(starts, low) - 1
+        at = bisect.bisect_left(starts, high) - 1
+        high -= (high - starts[at]) % weaves[at].unit_bytes
+        first, last = bisect.bisect_right(starts, low) - 1, bisect.bisect_left(starts, high)
         found.append(Window(tuple(weaves[first:last]), low - starts[first], high - low))
         low = high
     return found
