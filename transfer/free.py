@@ -26,5 +26,12 @@ def _available() -> int | None:
 def _below_limit() -> int | None:
     with contextlib.suppress(OSError, ValueError):  # "max": no limit
         limit = int((CGROUP / "memory.max").read_text())
-        return max(0, limit - int((CGROUP / "memory.current").read_text()))
+        used = int((CGROUP / "memory.current").read_text()) - _cached()
+        return max(0, limit - max(0, used))
     return None
+
+
+def _cached() -> int:
+    """Bytes of files that the group has in memory and gives up when asked: reading fills it to its limit."""
+    rows = [line.split() for line in (CGROUP / "memory.stat").read_text().splitlines()]
+    return sum(int(n) for name, n in rows if name in ("active_file", "inactive_file"))

@@ -159,10 +159,10 @@ class Publisher:
         return self._hub.register(*who, info, ttl_s, on_lost=on_lost, on_rejoin=self._rejoin)
 
     def _export_bytes(self) -> int:
-        """At most so much do this process's exports take: kept ones, one being made, one compared with."""
+        """At most so much host memory do this process's exports take."""
         if self.rank not in self.source.devices.values():
             return 0
-        count = self.config.keep_versions + 1 + self._comparing.extra_exports
+        count = self._comparing.host_exports(self.config.keep_versions)
         return SlotLayout.of(self.source, self.rank).total_bytes * count
 
     # What the training thread calls.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jaxrl_sync.transfer.errors import MismatchError
 from jaxrl_sync.transfer.hub import machine, preflight
 from jaxrl_sync.transfer.hub.state import HubState, MemberKey
 from jaxrl_sync.transfer.pairing import compare_layouts
+from jaxrl_sync.transfer.payload.comparing import Comparing
 from jaxrl_sync.transfer.payload.settings import PayloadSettings
 from jaxrl_sync.transfer.registration import edges_info, publisher_memory
 from jaxrl_sync.transfer.version import Version
@@ -161,6 +163,25 @@ def test_a_publisher_tells_of_baselines_that_it_will_surely_keep(
     told = publisher_memory(config, 10, "host")
     assert (told["baselines"], told["export_bytes"]) == (baselines, 10)
     assert publisher_memory(config, 10, "device")["baselines"] == ("device" if baselines else "")
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "compare", "count"),
+    [
+        ("cpu", "full", "auto", 3),
+        ("cpu", "sparse", "auto", 3),
+        ("cpu", "sparse", "device", 4),
+        ("gpu", "sparse", "auto", 1),  # they stay on the GPU
+        ("gpu", "sparse", "host", 3),
+        ("gpu", "full", "auto", 3),
+    ],
+)
+def test_exports_are_told_where_they_lie_in_host_memory(
+    platform: str, kind: Any, compare: Any, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(id=0, platform=platform)])
+    settings = PayloadSettings(kind, compare=compare)
+    assert Comparing(settings, [0], 1).host_exports(keep_versions=2) == count
 
 
 def test_the_baselines_and_rings_that_are_told_are_those_that_are_made(rig: Rig) -> None:

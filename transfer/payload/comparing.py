@@ -31,7 +31,8 @@ class Comparing:
         """``devices``: ids of those that the exports lie on. Says in the log what was chosen, and why."""
         platforms = {str(d.platform) for d in jax.local_devices() if d.id in devices}
         self.form, reason = settings.compare_on(platforms)
-        self.lazy = self.form == "device" or bool(platforms - {"cpu"})
+        self._apart = bool(platforms - {"cpu"})
+        self.lazy = self.form == "device" or self._apart
         self._settings = settings
         self._threads = threads
         self._reads: dict[str, Reads] = {}
@@ -41,10 +42,14 @@ class Comparing:
         if settings.kind != "full":
             logger.info("versions are compared on the %s: %s", self.form, reason)
 
-    @property
-    def extra_exports(self) -> int:
-        """So many more exports than are held for readers can be alive: what the next one is compared with."""
-        return int(self.form == "device")
+    def host_exports(self, keep_versions: int) -> int:
+        """At most so many exports lie in host memory: kept ones, one being made, one compared with.
+
+        Where accelerators compare, exports stay there, and one is read for who takes everything.
+        """
+        if self.form == "device" and self._apart:
+            return 1
+        return keep_versions + 1 + int(self.form == "device")
 
     def tree(self, version: Version, given: Any) -> Any:
         """The tree of what ``publish`` was given; marks are used where devices compare, else let go."""
