@@ -34,6 +34,7 @@ class Marked:
         bits in ``wire``'s dtype are other than in the version ``since``. Paths may be missing.
     wire: path -> anything with the dtype that was cast to, as given to ``marked_cast``.
     since: the version that was published before; where another one is compared with, marks aren't used.
+        Masks are read after ``publish`` has returned: one that is donated meanwhile isn't used either.
     tree: the parameters as without marks, masters or cast ones, whichever the publisher's layout says.
     """
 
@@ -74,6 +75,7 @@ class Marks:
         words = {
             (shard.device.id, path): shard.data
             for path, mask in marked.masks.items()
+            if not mask.is_deleted()
             for shard in mask.addressable_shards
         }
         found = {}
