@@ -18,10 +18,13 @@ from jaxrl_sync.orchestrator.threads import in_thread
 from jaxrl_sync.transfer.errors import TransferError
 
 LASTING_S = 3.0
+"""Beyond a lease: a process that is gone is compared with who took its place until its lease has run out."""
+
 _LOOK_S = 0.5
 _ANSWER_S = 30.0
-_PASSING = ("publishers", "ranks registered")
-"""What is still to come when processes start at different times."""
+_PASSING = ("publishers", "ranks registered", "source layout that it planned with")
+"""What is still to come when processes start at different times, or a trainer comes back on another mesh:
+engines plan anew, which takes a while."""
 
 logger = logging.getLogger("jaxrl_sync.orchestrator")
 
@@ -42,7 +45,7 @@ def line(row: Mapping[str, Any]) -> str:
 
 class Fit:
     """Looks until ``engines`` engines and the trainer fit, at most ``limit_s``; who joins later is compared
-    by its links alone. ``ask`` is ``HubClient.preflight``; ``clock`` in seconds.
+    by its links alone. ``ask`` is ``HubClient.preflight``; ``ttl_s``: of leases; ``clock`` in seconds.
 
     ``state``: ``waiting``, ``fits``, ``incomplete`` (not all of them came in time), or ``none`` to compare.
     """
@@ -54,10 +57,12 @@ class Fit:
         *,
         limit_s: float,
         hub_timeout_s: float,
+        ttl_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ask, self._engines, self._clock = ask, engines, clock
         self._end = clock() + limit_s
+        self._lasting_s = ttl_s + LASTING_S
         self._timeout_s = hub_timeout_s + _ANSWER_S
         self._since: float | None = None
         self.state = "waiting" if engines else "none"
@@ -99,5 +104,5 @@ class Fit:
                 self.state = "incomplete"
             return
         self._since = now if self._since is None else self._since
-        if now - self._since >= LASTING_S:
+        if now - self._since >= self._lasting_s:
             raise PreflightError(rows)

@@ -90,12 +90,16 @@ async def _run(
 
 
 def _fit(context: ProcessContext, config: LoopConfig, hub: HubClient) -> Fit:
-    """Preflight of all engines that are processes of their own; one in the trainer's plans with nobody."""
-    engine = context.config.engine
+    """Preflight of all engines that take versions from the trainer's processes: those that live in them, or
+    read a folder, tell the hub nothing."""
+    engine, ttl_s = context.config.engine, context.config.hub.ttl_s
     engines = (
         engine.replicas - {"disaggregated": 0, "mixed": 1, "colocated": engine.replicas}[engine.placement]
     )
-    return Fit(hub.preflight, engines, limit_s=config.start_timeout_s, hub_timeout_s=config.hub_timeout_s)
+    if context.config.sync.transport == "file":
+        engines = 0
+    limit_s, hub_timeout_s = config.start_timeout_s, config.hub_timeout_s
+    return Fit(hub.preflight, engines, limit_s=limit_s, hub_timeout_s=hub_timeout_s, ttl_s=ttl_s)
 
 
 async def _run_loop(context: ProcessContext, config: LoopConfig, parts: Parts, state: Any) -> None:
