@@ -45,8 +45,9 @@ def marked_cast(
     """(masters, cast, masks): `cast_with_mask` of masters that are pinned down first. Traceable.
 
     The step must keep the masters that are returned here: compilers may compute ``new`` anew for every use,
-    with other roundings, and then what is kept isn't what was cast. ``masks`` go to `payload.marks.Marked`;
-    a step whose version isn't published hands its own on to the next one.
+    with other roundings, and then what is kept isn't what was cast. (The CPU backend of jax 0.10.2 drops the
+    barrier that prevents this; marks are held against comparisons anyway.) ``masks`` go to
+    `payload.marks.Marked`; a step whose version isn't published hands its own on to the next one.
     """
     settled = jax.lax.optimization_barrier({path: new[path] for path in wire})
     cast, words = cast_with_mask(old, settled, wire, masks)
