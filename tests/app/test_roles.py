@@ -99,19 +99,23 @@ def test_arrays_of_roles_lie_in_huge_pages_unless_somebody_says_otherwise(tmp_pa
 @pytest.mark.skipif(
     "[madvise]" not in (THP.read_text() if THP.exists() else ""), reason="no huge pages for who asks"
 )
-def test_a_large_array_lies_in_huge_pages() -> None:
+def test_huge_pages_are_asked_for_where_a_large_array_lies() -> None:
+    """Whether the kernel has some to give just now is another question."""
     program = """
 import jax.numpy as jnp
 x = jnp.ones(1 << 24, jnp.float32).block_until_ready()
-huge = [line.split()[1] for line in open("/proc/self/smaps_rollup") if line.startswith("AnonHugePages")]
-print(huge[0])
+kib = size = 0
+for words in map(str.split, open("/proc/self/smaps")):
+    size = int(words[1]) if words[0] == "Size:" else size
+    kib += size if words[0] == "VmFlags:" and "hg" in words else 0
+print(kib)
 """
     env = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"} | {"JAX_PLATFORMS": "cpu"}
     kib = [
         int(subprocess.run([sys.executable, "-c", program], env=e, capture_output=True, timeout=120).stdout)
         for e in (env, huge_pages(env))
     ]
-    assert kib[1] >= kib[0] + (48 << 10), f"{kib} KiB without and with huge pages, of 64 MiB"
+    assert kib[1] >= kib[0] + (64 << 10), f"{kib} KiB asked for without and with the tunable, of 64 MiB"
 
 
 def test_the_command_of_a_colocated_replica_says_that_it_has_none(
