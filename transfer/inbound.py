@@ -14,7 +14,7 @@ from jaxrl_sync.sharding import Edge, UserError
 from jaxrl_sync.sharding.digests import add_digests
 from jaxrl_sync.transfer import auth, wire
 from jaxrl_sync.transfer.brought import Brought, applied_together, moved_of, seconds_of
-from jaxrl_sync.transfer.codec.errors import WrongBase
+from jaxrl_sync.transfer.codec.errors import FrameError, WrongBase
 from jaxrl_sync.transfer.config import SubscriberConfig
 from jaxrl_sync.transfer.errors import DeadlineError, MismatchError, PeerLost, ProtocolError, TransferError
 from jaxrl_sync.transfer.hub.client import Member
@@ -358,7 +358,8 @@ class Inbound:
             for frame in frames:
                 shadow = shadows[frame.source]
                 self._applied.append((shadow, shadow.apply(frame.data, taking.slot, serving, version)))
-        except TransferError:
+        except TransferError as error:
+            self._out_of_step = isinstance(error, FrameError) and isinstance(self._receiver, TcpReceiver)
             for shadow in shadows.values():
                 shadow.doubt = True
             raise
