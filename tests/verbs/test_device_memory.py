@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import mmap
 import os
 import socket
 import threading
 import time
 import types
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -246,6 +248,19 @@ def test_an_array_can_be_sent_from_where_it_lies_once_it_is_ready(fake: Fake, ki
     finally:
         a.close()
         b.close()
+
+
+@pytest.mark.parametrize("dmabuf", [True, False])
+def test_memory_that_was_closed_keeps_no_array_alive(dmabuf: bool) -> None:
+    array = jax.device_put(np.zeros(8192, np.uint8), jax.devices()[1])
+    found, alive = region_of(array), weakref.ref(array)
+    fd = os.memfd_create("gpu") if dmabuf else -1
+    memory = DeviceMemory(dataclasses.replace(found, dmabuf=(fd, 0)))
+    del array, found
+    assert alive() is not None
+    memory.close()
+    memory.close()
+    assert alive() is None and memory.region.nbytes == memory.nbytes == 8192
 
 
 def test_an_array_on_several_devices_is_no_region() -> None:

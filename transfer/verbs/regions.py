@@ -111,9 +111,9 @@ class DeviceMemory(Closing):
         self.data = memoryview(b"")  # nothing here can be read or written by the host
 
     def close(self) -> None:
-        """Whoever registered it gives that up first. Idempotent."""
+        """Whoever registered it gives that up first; no array stays alive for it. Idempotent."""
         self._let_go()
-        fd, _ = self.region.dmabuf
-        if fd >= 0:
+        old = self.region
+        self.region = Region(old.kind, old.address, old.nbytes, why="it was closed")
+        if (fd := old.dmabuf[0]) >= 0:
             os.close(fd)
-            self.region = dataclasses.replace(self.region, dmabuf=(-1, 0), why="it was closed")
