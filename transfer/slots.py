@@ -1,8 +1,8 @@
 """Slots of a receiver: each has room for one whole version, and the tree of jax arrays that looks at it.
 
-On CPU the arrays alias the slot's memory, are built once, and a swap is an assignment. Where jax doesn't
-alias (an accelerator), the slot is staging memory and ``fill_devices`` puts its content on the devices
-(`jaxrl_sync.transfer.filling`): all of it, or what is known to have changed since they held it.
+On CPU the arrays alias the slot's memory, their shards are built once, and a swap is an assignment. Where
+jax doesn't alias (an accelerator), the slot is staging memory and ``fill_devices`` puts its content on the
+devices (`jaxrl_sync.transfer.filling`): all of it, or what is known to have changed since they held it.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class Slot:
         self.views: Views = Pinned(target.slot.views(memory.data))
         self._target = target
         self._arrays = _over(self.views)
+        self._spread = len(self.views) > len({path for _, path in self.views})
         self.aliased = _aliases(self._arrays, self.views)
         self._tree = _assemble(target, self._arrays) if self.aliased else None
         if not self.aliased:
@@ -104,10 +105,14 @@ class Slot:
     def fill_devices(self, changed: Collection[str] | None = None) -> int:
         """Where arrays don't alias the slot: put its content on the devices before the swap. Blocks.
 
+        Where they do, arrays of several shards are made anew over the same memory: jax keeps the host copy
+        that ``np.asarray`` makes of such an array, and would go on showing what the slot held then.
         ``changed``: the only tensors that were written since the devices held the slot's content, None: any.
         Returns the bytes put there. After an error the next call must be without ``changed``.
         """
         if self.aliased:
+            if self._spread:
+                self._tree = _assemble(self._target, self._arrays)
             return 0
         self._tree = None
         keys = [
@@ -124,7 +129,7 @@ class Slot:
         return moved
 
     def tree(self) -> Any:
-        """The tree of jax arrays with the slot's content, built once where they alias it."""
+        """The tree of jax arrays with the slot's content."""
         return self._tree
 
     def close(self) -> None:

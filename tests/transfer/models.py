@@ -180,6 +180,15 @@ def host(tree: Any) -> dict[str, np.ndarray[Any, Any]]:
     return found
 
 
+def memory_of(tree: Any) -> set[int]:
+    """Where the shards of a tree lie."""
+    return {
+        shard.data.unsafe_buffer_pointer()
+        for leaf in jax.tree.leaves(tree)
+        for shard in leaf.addressable_shards
+    }
+
+
 def same_bits(a: Any, b: Any) -> bool:
     """Whether two trees have equal paths and bits."""
     x, y = host(a), host(b)
