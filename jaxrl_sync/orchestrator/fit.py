@@ -16,6 +16,7 @@ from typing import Any
 from jaxrl_sync.orchestrator.errors import LoopError, PeerDiedError
 from jaxrl_sync.orchestrator.threads import in_thread
 from jaxrl_sync.transfer.errors import TransferError
+from jaxrl_sync.transfer.hub.preflight import AT_MOST
 
 LASTING_S = 3.0
 """Beyond a lease: a process that is gone is compared with who took its place until its lease has run out."""
@@ -92,11 +93,15 @@ class Fit:
     def judge(self, answer: Mapping[str, Any]) -> None:
         """Take an answer of the hub. PreflightError for differences that have lasted."""
         now = self._clock()
-        rows = [row for row in answer["differences"] if row["what"] not in _PASSING]
+        found = answer["differences"]
+        rows = [row for row in found if row["what"] not in (*_PASSING, AT_MOST)]
         if not rows:
             self._since = None
             here = len(answer["engines"])
-            if answer["ok"] and here >= self._engines:
+            short = [line(row) for row in found if row["what"] == AT_MOST]
+            if here >= self._engines and len(short) == len(found) and not answer["unknown"]:
+                for text in short:
+                    logger.warning("preflight: %s", text)
                 logger.info("preflight: the trainer and %d engines fit", here)
                 self.state = "fits"
             elif now > self._end:

@@ -54,6 +54,14 @@ def test_it_is_settled_once_all_are_there_have_planned_and_fit() -> None:
     assert judge.at(41, engines=("e", "f"))
 
 
+def test_memory_that_may_lack_is_warned_of_and_the_run_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    judge, may = Judge(), {**MEMORY, "what": "memory at most"}
+    assert not judge.at(0, may, RANKS, engines=("e", "f"))
+    assert not judge.at(LASTS_S + 1, may, engines=("e",))
+    assert judge.at(LASTS_S + 2, may, engines=("e", "f")) and judge.fit.state == "fits"
+    assert "memory at most is 1 bytes free, expected 9 (9 slot)" in caplog.text
+
+
 def test_who_never_comes_does_not_hold_it_up_for_ever() -> None:
     judge = Judge()
     assert not judge.at(59, RANKS, engines=("e",))

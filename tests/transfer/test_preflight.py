@@ -104,7 +104,7 @@ def test_what_fits_is_ok() -> None:
                 ("subscriber", "x", 0, 1, SUB | EDGES),
                 ("subscriber", "y", 0, 1, SUB | EDGES),
             ],
-            f"publisher trainer.0: memory is {6 << 20} bytes free, expected {10 + 200 + (6 << 20)} "
+            f"publisher trainer.0: memory at most is {6 << 20} bytes free, expected {10 + 200 + (6 << 20)} "
             f"(10 export + 200 ring + {4 << 20} baseline + {2 << 20} step)",
         ),
         (
@@ -113,6 +113,14 @@ def test_what_fits_is_ok() -> None:
                 ("subscriber", "x", 0, 1, SUB | EDGES | {"slot_bytes": 7, "free_bytes": 9}),
             ],
             f"subscriber x.0: memory is 9 bytes free, expected {107 + (1 << 20)} "
+            f"(7 slot + 100 ring + {1 << 20} step)",
+        ),
+        (  # enough for what is sure
+            [
+                ("publisher", "trainer", 0, 1, PUB | FRAMES),
+                ("subscriber", "x", 0, 1, SUB | EDGES | {"slot_bytes": 7, "free_bytes": 107}),
+            ],
+            f"subscriber x.0: memory at most is 107 bytes free, expected {107 + (1 << 20)} "
             f"(7 slot + 100 ring + {1 << 20} step)",
         ),
         (  # a relay may hand on the frames by which each of its slots was filled

@@ -18,6 +18,12 @@ from jaxrl_sync.transfer.payload.settings import receiver_room_bytes, sender_roo
 
 SHOWN_TENSORS = 20
 
+BOUNDS = ("step_bytes", "frame_bytes")
+"""Of these a process may keep so many, where versions change that much; often it keeps far less."""
+
+AT_MOST = "memory at most"
+"""Where memory is short only if all of these are kept."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
@@ -137,8 +143,10 @@ def _memory(member: Member, others: Mapping[str, int]) -> Difference | None:
     needed = sum(v for v in parts.values() if isinstance(v, int))
     if needed <= free:
         return None
+    sure = sum(v for f, v in parts.items() if isinstance(v, int) and f not in BOUNDS)
     names = " + ".join(f"{v} {f.removesuffix('_bytes')}" for f, v in parts.items())
-    return Difference(str(member.key), "memory", f"{free} bytes free", f"{needed} ({names})")
+    what = "memory" if sure > free else AT_MOST
+    return Difference(str(member.key), what, f"{free} bytes free", f"{needed} ({names})")
 
 
 def _of_publisher(member: Member, engines: Mapping[str, dict[int, Member]]) -> dict[str, int]:
