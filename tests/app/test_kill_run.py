@@ -43,12 +43,20 @@ def start(run_dir: Path, prefix: str) -> subprocess.Popen[bytes]:
     return supervisor
 
 
+def marked(run_dir: Path, count: int) -> list[int]:
+    """The processes of a run, once they are so many: who is being started is there twice for a moment."""
+    deadline = time.monotonic() + 20
+    while len(pids := sweep.marked_pids(RUN_MARK, str(run_dir))) != count:
+        assert time.monotonic() < deadline, pids
+        time.sleep(0.05)
+    return pids
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_after_the_supervisor_is_gone(tmp_path: Path, number: signal.Signals) -> None:
     prefix = f"jaxrl_sync-kill{os.getpid()}{int(number)}-"
     supervisor = start(tmp_path, prefix)
-    pids = sweep.marked_pids(RUN_MARK, str(tmp_path))
-    assert len(pids) == 5  # four roles and a grandchild in a session of its own
+    pids = marked(tmp_path, 5)  # four roles and a grandchild in a session of its own
     children = [json.loads(p.read_text())["pid"] for p in (tmp_path / "proc").glob("*.json")]
     assert set(children) < set(pids)
     supervisor.send_signal(number)
