@@ -62,12 +62,16 @@ def test_nothing_is_left_after_the_supervisor_is_gone(tmp_path: Path, number: si
     supervisor.send_signal(number)
     supervisor.wait(timeout=20)
     deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and (alive(pids) or any(Path("/dev/shm").glob(f"{prefix}*"))):
+    while time.monotonic() < deadline and (alive(pids) or left_of(tmp_path, prefix)):
         time.sleep(0.05)
     assert alive(pids) == []
-    assert list(Path("/dev/shm").glob(f"{prefix}*")) == []
-    assert not (tmp_path / "x.sock").exists()
+    assert left_of(tmp_path, prefix) == []
     assert guards(tmp_path) == []
+
+
+def left_of(run_dir: Path, prefix: str) -> list[Path]:
+    """Shared memory and sockets of a run."""
+    return [*Path("/dev/shm").glob(f"{prefix}*"), *run_dir.glob("*.sock")]
 
 
 def guards(run_dir: Path) -> list[str]:
