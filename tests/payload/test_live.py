@@ -261,8 +261,9 @@ def test_a_bad_frame_is_refused_by_name_and_repaired_by_an_anchor(
     assert subscriber.installed == Version("a", 1)
     after = host(tree)  # what serves is untouched
     assert all(np.array_equal(before[p], after[p]) for p in before)
-    assert links
-    until(lambda: all(link.closed == (damage != "replay") for link in links))  # a lane may be out of step
+    if damage != "replay":  # a lane may be out of step; a sound frame of another base leaves that open
+        assert links
+        until(lambda: all(link.closed for link in links))
     monkeypatch.setattr(Chain, "frame", true_frame)
     update, report = _prepare(subscriber)
     assert report.payload == "full" and same_bits(update.swap(), convert(params))
