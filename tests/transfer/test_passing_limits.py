@@ -32,6 +32,10 @@ def test_frames_are_kept_by_relays_only(rig: Rig) -> None:
     assert kept == [[0, 0], [1, 1]]
 
 
+def _waiting(publisher: Any, count: int) -> bool:
+    return bool(publisher._encoder._work_queue.qsize() == count)
+
+
 def test_versions_that_wait_to_be_encoded_keep_no_buffers(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     params = trainer_params()
     publisher = rig.publisher(params, "tcp", payload=SPARSE)
@@ -51,11 +55,10 @@ def test_versions_that_wait_to_be_encoded_keep_no_buffers(rig: Rig, monkeypatch:
         publisher.publish(params, version(number))
         held = publisher._retained.find(version(number))
         assert held is not None
-        until(functools.partial(bool, held._shards))
         shards.append(weakref.ref(next(iter(held._shards.values()))))
-        assert reached.wait(10)
         del held
-    until(lambda: publisher._encoder._work_queue.qsize() == 5)
+        assert reached.wait(10)
+        until(functools.partial(_waiting, publisher, number - 1))
     alive = [number for number, ref in enumerate(shards, 1) if ref() is not None]
     assert alive[0] == 1 and len(alive) <= 1 + publisher.config.keep_versions
     go_on.set()
