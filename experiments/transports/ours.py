@@ -78,8 +78,9 @@ def engine(options: dict[str, Any]) -> None:
                 update = subscriber.poll(timeout_s=120)
                 if update is None:
                     raise SystemExit("no version in 120 s")
+                start = time.monotonic()
                 report = update.prepare()
-                complete_at = time.monotonic() - report.verify_s
+                complete_at = start + report.wire_s  # then it is verified, and arrays are made
                 start = time.monotonic()
                 tree = update.swap()
                 swap_s = time.monotonic() - start
