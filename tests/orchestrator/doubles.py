@@ -72,6 +72,7 @@ class EngineDouble:
         self.pins: list[Version] = []
         self.swap_modes: list[str] = []
         self.held: Version | None = None
+        self._moving = threading.Lock()
         self._abort: dict[str, asyncio.Event] = {}
         self._sock = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._sock.getsockname()[1]}"
@@ -104,9 +105,11 @@ class EngineDouble:
     def _follow(self) -> None:
         with contextlib.suppress(TransferError):
             while not self._closing.is_set():
-                if self.held is None and (found := self._hub.wait_version(self.version, 0.5)) is not None:
-                    self.log.append((time.monotonic(), "took", found.version.number))
-                    self.version = found.version
+                found = self._hub.wait_version(self.version, 0.5)
+                with self._moving:  # a hold that was granted during the wait is honoured
+                    if found is not None and self.held is None:
+                        self.log.append((time.monotonic(), "took", found.version.number))
+                        self.version = found.version
                 time.sleep(0.01)
 
     def kill(self) -> None:
@@ -231,9 +234,10 @@ class EngineDouble:
         body = await request.json()
         wanted = Version(body["lineage"], body["number"])
         self.log.append((time.monotonic(), "hold", wanted.number))
-        if self.version != wanted:
-            return JSONResponse({"error": f"serves {self.version}"}, 409)
-        self.held = wanted
+        with self._moving:
+            if self.version != wanted:
+                return JSONResponse({"error": f"serves {self.version}"}, 409)
+            self.held = wanted
         self.log.append((time.monotonic(), "held", wanted.number))
         return JSONResponse({"held": True})
 
