@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,12 @@ from jaxrl_sync.transfer.codec.frame import Coding
 from jaxrl_sync.transfer.codec.measure import Measured, all_codings
 from jaxrl_sync.transfer.codec.rules import CodingRules
 
-ROWS = Path(__file__).resolve().parent / "rows.jsonl"
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "sparsity"))
+
+from recorded import circumstances  # noqa: E402
+
+ROWS = HERE / "rows.jsonl"
 DENSITIES = (0.0007, 0.003, 0.01, 0.03, 0.1, 0.5)
 RATES = {"10 Mb/s": 1.25e6, "100 Mb/s": 1.25e7, "1 Gb/s": 1.25e8, "10 Gb/s": 1.25e9, "100 Gb/s": 1.25e10}
 
@@ -47,6 +53,7 @@ def row(delta: Delta, measured: dict[Coding, Measured], rate: str, values: Any) 
     chosen = choose.choose(delta, RATES[rate], costs.measured(), CodingRules(values=values)).coding
     best = min(seconds, key=lambda c: seconds[c])
     return {
+        **circumstances(),
         "elements": delta.elements, "density": delta.positions.size / delta.elements, "rate": rate,
         "values": values, "chosen": str(chosen), "best": str(best), "bytes": measured[chosen].nbytes,
         "ratio_to_full": delta.elements * 2 / measured[chosen].nbytes,

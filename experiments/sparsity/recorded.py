@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 from importlib import metadata
@@ -18,8 +19,9 @@ def circumstances() -> dict[str, Any]:
     }
 
 
+@functools.cache
 def commit() -> str:
-    """The short hash of the checkout."""
+    """The short hash of the checkout, asked for once: rows that a bench writes make the tree differ."""
     git = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     where = Path(__file__).parent
     return subprocess.run(git, cwd=where, capture_output=True, text=True, timeout=20).stdout.strip()

@@ -19,6 +19,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from recorded import circumstances
+
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
@@ -77,6 +79,7 @@ def measure(
             taken.append(_line(receiver))
             sent.append(_line(sender))
     row = {
+        **circumstances(),
         "rate": rate,
         "payload": payload,
         "values": values,
