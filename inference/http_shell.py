@@ -162,6 +162,8 @@ def answering(handler: Callable[[HttpRequest], Awaitable[Response]]) -> Callable
             return error_response(path, error.status, kind, error.message)
         except TimeoutError as error:
             return error_response(path, 504, "DeadlineError", str(error) or "deadline passed")
+        except RecursionError:  # JSON that could just be read, and not be shown
+            return error_response(path, 400, "RequestError", "body is nested too deeply")
         except ClientGone:
             return Response(status_code=499)  # nobody reads it; the log tells it from an answer
         except Exception as error:

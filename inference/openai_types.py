@@ -144,7 +144,7 @@ def _options(body: Mapping[str, Any], default_max_tokens: int | None, logprobs: 
         max_tokens=default_max_tokens if max_tokens is None else _integer(body, "max_tokens", 1, 1, 1 << 31),
         temperature=_number(body, "temperature", 1.0, lambda x: 0 <= x <= 2, "from 0 to 2"),
         top_p=_number(body, "top_p", 1.0, lambda x: 0 < x <= 1, "above 0 and at most 1"),
-        top_k=max(0, _integer(body, "top_k", 0, -1, 1 << 31)),
+        top_k=max(0, _integer(body, "top_k", 0, -1, (1 << 31) - 1)),
         stop=_stops(body),
         stop_token_ids=_token_ids(body.get("stop_token_ids") or [], "stop_token_ids"),
         seed=None if body.get("seed") is None else _integer(body, "seed", 0, -(1 << 63), (1 << 64) - 1),

@@ -6,13 +6,18 @@ A request is a *group*: ``n`` samples of one prompt. Token ids in, token ids out
 from __future__ import annotations
 
 import dataclasses
-import math
 import zlib
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from jaxrl_sync.inference.errors import RequestError
 from jaxrl_sync.transfer.version import Version
+
+MAX_N = 1 << 16
+"""Samples of one group: whoever aborts a group gets an answer for each of them."""
+MAX_ID_CHARS = 1024
+TEMPERATURES = 1e-6, 1e6
+"""Least and greatest one that isn't greedy: beyond, logits over it are no float32 any more, or all alike."""
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 PauseMode = Literal["keep", "wait", "abort"]
@@ -22,7 +27,7 @@ PauseMode = Literal["keep", "wait", "abort"]
 class Sampling:
     """How tokens are drawn. Filters (top_k, top_p) change what is drawn, never the reported log-probs.
 
-    temperature: 0 means greedy, and log-probs are then reported at temperature 1.
+    temperature: 0 means greedy, and log-probs are then reported at temperature 1; else within TEMPERATURES.
     top_k: 0 means no limit. top_p: 1 means no limit; applied after top_k.
     max_tokens: limit of generated tokens per sample; the engine also stops at its ``max_len``.
     stop_token_ids: end a sample, beside the engine's end-of-sequence ids; the stop token is returned.
@@ -40,8 +45,10 @@ class Sampling:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _expect(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", self, ">= 0")
-        _expect(self.top_k >= 0, "top_k", self, ">= 0")
+        least, most = TEMPERATURES
+        good = self.temperature == 0 or least <= self.temperature <= most
+        _expect(good, "temperature", self, f"0, or from {least:g} to {most:g}")
+        _expect(0 <= self.top_k < 2**31, "top_k", self, "in [0, 2**31)")
         _expect(0 < self.top_p <= 1, "top_p", self, "in (0, 1]")
         _expect(self.max_tokens >= 1, "max_tokens", self, ">= 1")
         _expect(self.seed is None or 0 <= self.seed < 2**32, "seed", self, "in [0, 2**32)")
@@ -59,9 +66,10 @@ class Request:
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        _expect(bool(self.request_id), "request_id", self, "a non-empty string")
+        good_id = 0 < len(self.request_id) <= MAX_ID_CHARS and _has_utf8(self.request_id)
+        _expect(good_id, "request_id", self, f"1 to {MAX_ID_CHARS} whole characters")
         _expect(len(self.prompt) >= 1, "prompt", self, "at least one token id")
-        _expect(self.n >= 1, "n", self, ">= 1")
+        _expect(1 <= self.n <= MAX_N, "n", self, f"1 to {MAX_N}")
         _expect(self.timeout_s is None or self.timeout_s > 0, "timeout_s", self, "> 0 or null")
 
     @staticmethod
@@ -70,25 +78,23 @@ class Request:
         _known(body, Request, "request")
         sampling = body.get("sampling") or {}
         if not isinstance(sampling, Mapping):
-            raise RequestError(f"sampling: expected an object, got {sampling!r}")
+            raise RequestError(f"sampling: expected an object, got {_shown(sampling)}")
         _known(sampling, Sampling, "sampling")
         return Request(
             request_id=_typed(body, "request_id", str, None),
             prompt=_ids(body, "prompt"),
             n=_typed(body, "n", int, 1),
             sampling=Sampling(
-                temperature=float(_typed(sampling, "temperature", (int, float), 1.0)),
+                temperature=_number(sampling, "temperature", 1.0),
                 top_k=_typed(sampling, "top_k", int, 0),
-                top_p=float(_typed(sampling, "top_p", (int, float), 1.0)),
+                top_p=_number(sampling, "top_p", 1.0),
                 max_tokens=_typed(sampling, "max_tokens", int, 16),
                 stop_token_ids=_ids(sampling, "stop_token_ids") if sampling.get("stop_token_ids") else (),
                 seed=_typed(sampling, "seed", int, None) if sampling.get("seed") is not None else None,
                 ignore_eos=_typed(sampling, "ignore_eos", bool, False),
             ),
             version=_version(body.get("version")),
-            timeout_s=_typed(body, "timeout_s", (int, float), None)
-            if body.get("timeout_s") is not None
-            else None,
+            timeout_s=_number(body, "timeout_s", 0.0) if body.get("timeout_s") is not None else None,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -172,7 +178,7 @@ def hash32(request_id: str) -> int:
 
 def _expect(ok: bool, name: str, owner: Any, expected: str) -> None:
     if not ok:
-        raise RequestError(f"{name}: expected {expected}, got {getattr(owner, name)!r}")
+        raise RequestError(f"{name}: expected {expected}, got {_shown(getattr(owner, name))}")
 
 
 def _known(body: Mapping[str, Any], kind: Any, where: str) -> None:
@@ -187,8 +193,30 @@ def _typed(body: Mapping[str, Any], name: str, kind: Any, default: Any) -> Any:
     wrong_bool = isinstance(value, bool) and kind is not bool
     if wrong_bool or not isinstance(value, kind):
         kinds = kind if isinstance(kind, tuple) else (kind,)
-        raise RequestError(f"{name}: expected {' or '.join(k.__name__ for k in kinds)}, got {value!r}")
+        raise RequestError(f"{name}: expected {' or '.join(k.__name__ for k in kinds)}, got {_shown(value)}")
     return value
+
+
+def _number(body: Mapping[str, Any], name: str, default: float) -> float:
+    value = _typed(body, name, (int, float), default)
+    try:
+        return float(value)
+    except OverflowError:
+        raise RequestError(f"{name}: expected a number of sensible size, got {_shown(value)}") from None
+
+
+def _has_utf8(text: str) -> bool:
+    """Whether it is made of whole characters: half a surrogate pair, which JSON can spell, has no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _ids(body: Mapping[str, Any], name: str) -> tuple[int, ...]:
@@ -202,7 +230,7 @@ def _version(value: Any) -> Version | None:
     if value is None:
         return None
     if not isinstance(value, Mapping) or set(value) != {"lineage", "number"}:
-        raise RequestError(f"version: expected null or {{lineage, number}}, got {value!r}")
+        raise RequestError(f"version: expected null or {{lineage, number}}, got {_shown(value)}")
     try:
         return Version(str(value["lineage"]), _typed(value, "number", int, None))
     except ValueError as error:

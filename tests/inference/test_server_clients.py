@@ -13,6 +13,7 @@ import pytest
 
 from jaxrl_sync.inference import http_shell
 from jaxrl_sync.inference.engine import Engine
+from jaxrl_sync.inference.request import TEMPERATURES
 from jaxrl_sync.inference.server import EngineServer
 from jaxrl_sync.transfer import impatient
 from tests.inference.served import TOKEN, eventually, generate_body
@@ -139,12 +140,33 @@ def test_heads_that_lie_are_refused_and_the_server_lives(
         ("/v1/completions", b'{"model": "policy", "prompt": "1", "\\ud800": 3}'),
         ("/v1/completions", b'{"model": "policy", "prompt": "1", "temperature": Infinity}'),
         ("/abort", b"\xff\xfe"),
+        ("/generate", b'{"request_id": "\\ud800", "prompt": [1]}'),
+        ("/generate", b'{"request_id": "x", "prompt": [1], "n": 1000000000000}'),
+        ("/generate", b'{"request_id": "x", "prompt": [1], "sampling": {"top_k": 1' + b"0" * 30 + b"}}"),
+        (
+            "/generate",
+            b'{"request_id": "x", "prompt": [1], "sampling": {"temperature": 1' + b"0" * 400 + b"}}",
+        ),
+        ("/generate", b'{"request_id": "x", "prompt": [1], "sampling": {"temperature": 1e-40}}'),
+        ("/generate", b'{"request_id": "x", "prompt": [1], "timeout_s": 1' + b"0" * 400 + b"}"),
+        ("/v1/completions", b'{"model": "policy", "prompt": "1", "temperature": 1e-38}'),
+        ("/v1/completions", b'{"model": "policy", "prompt": "1", "top_k": 2147483648}'),
     ],
 )
-def test_bodies_that_lie_are_400(http: httpx.Client, path: str, content: bytes) -> None:
+def test_bodies_that_lie_are_400_and_the_engine_lives(
+    http: httpx.Client, engine: Engine, path: str, content: bytes
+) -> None:
+    """Half a character as a request's id, or a number too large for the device, ended the engine's thread."""
     answer = http.post(path, content=content)
     assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["message"]
+    assert 0 < len(answer.json()["error"]["message"]) < 1000 and engine.state == "ready"
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_the_least_and_the_greatest_temperature_give_numbers(http: httpx.Client, temperature: float) -> None:
+    answer = http.post("/generate", json=generate_body(f"t{temperature}", temperature=temperature))
+    (sample,) = answer.json()["samples"]
+    assert len(sample["logprobs"]) == 5 and all(-20 < x < 1e-6 for x in sample["logprobs"]), sample
 
 
 def test_many_idle_connections_keep_nobody_waiting(server: EngineServer, http: httpx.Client) -> None:
