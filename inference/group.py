@@ -97,11 +97,15 @@ class _Link:
         while not self._closing.is_set():
             try:
                 header, payload = self._connection.recv(SILENCE_S, MAX_PLAN_BYTES)
+                if header.get("op") != "alive":
+                    self._on_message(str(header.get("op")), bytes(payload))
             except TransferError as error:
                 self._lost(error)
                 return
-            if header["op"] != "alive":
-                self._on_message(header["op"], bytes(payload))
+            except Exception as error:  # without this thread nobody would notice that the peer dies
+                log.exception("%s sent what can't be read", self._connection.peer)
+                self._lost(ProtocolError(f"it sent what can't be read: {type(error).__name__}: {error}"))
+                return
 
     def _say_alive(self) -> None:
         while not self._closing.wait(ALIVE_S):
@@ -295,6 +299,6 @@ def _failure(who: str, payload: bytes) -> tuple[str, int]:
     try:
         told = json.loads(payload)
         cause, code = str(told["cause"])[:MAX_CAUSE], int(told["exit_code"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return f"{who} failed, and told no cause: {payload[:80]!r}", RankDiedError.exit_code
     return f"{who} failed: {' '.join(cause.split())}", code if 0 < code < 256 else 1

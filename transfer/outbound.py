@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import math
 import socket
 import threading
 import time
@@ -249,10 +248,7 @@ class Outbound:
         if self._sender is None or self._edge is None or self._pairing is None:
             raise ProtocolError(f"{self._connection.peer} is ready before the link is open")
         self._queue_s = self._owner.since_published(version)
-        limit_s = ready.get("timeout_s")
-        config = self._owner.config
-        limit_s = limit_s if isinstance(limit_s, (int, float)) and math.isfinite(limit_s) else math.inf
-        deadline = time.monotonic() + min(limit_s, config.timeout_s)
+        deadline = time.monotonic() + given_s(ready.get("timeout_s"), self._owner.config.timeout_s)
         reading = self._owner.read(version, self._pairing, deadline)
         if isinstance(reading, str):
             self._say({"kind": "refused", "round": round_id, "reason": reading})
@@ -434,6 +430,12 @@ def _version(message: dict[str, Any]) -> Version:
     if version is None:
         raise ProtocolError(f"message {message.get('kind')!r} names no version")
     return version
+
+
+def given_s(wish: object, most_s: float) -> float:
+    """How long a version may take: as the receiver says, where that is a number and not more than we give."""
+    known = isinstance(wish, (int, float)) and not isinstance(wish, bool)
+    return float(wish) if known and wish < most_s else most_s  # type: ignore[arg-type, operator]
 
 
 def numbered(numbers: object, paths: list[str]) -> frozenset[str]:

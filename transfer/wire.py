@@ -8,6 +8,7 @@ waits go through ``poll``, so that one thread may send while another receives, e
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import json
 import select
@@ -27,6 +28,7 @@ MAX_HEADER_BYTES = 16 << 20
 _PREFIX = struct.Struct("<4sIQ")
 _MAGIC = b"jxs1"
 _IOV_MAX = 512
+_POLL_MS = (1 << 31) - 1  # more is no argument of poll(2)
 
 
 def _wait(sock: socket.socket, event: int, deadline: float, what: str) -> None:
@@ -43,7 +45,7 @@ def _ready(sock: socket.socket, event: int, wait_ms: int, what: str) -> bool:
         poller.register(sock, event)
     except (OSError, ValueError) as error:  # another thread closed it: it has no descriptor any more
         raise PeerLost(f"{what}: the connection was closed on this side") from error
-    return bool(poller.poll(wait_ms))
+    return bool(poller.poll(min(wait_ms, _POLL_MS)))
 
 
 def send_all(sock: socket.socket, buffers: Sequence[Buffer], deadline: float, peer: str = "peer") -> int:
@@ -216,8 +218,16 @@ class Connection:
 
 
 def listen(host: str, port: int = 0, backlog: int = 64) -> socket.socket:
-    """A listening TCP socket, without delay, on ``host`` (loopback unless the caller was told otherwise)."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    """A listening TCP socket, without delay, on ``host`` (loopback unless the caller was told otherwise).
+
+    OSError, also for a port or a host that can't be.
+    """
+    if not 0 <= port <= 65535:
+        raise OSError(errno.EINVAL, f"port {port}, expected 0 to 65535")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except UnicodeError as error:
+        raise OSError(errno.EINVAL, f"{host[:200]!r} is no name of a host") from error
     # ``localhost`` is often both; addresses of listeners are handed out as host:port
     family, kind, proto, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     sock = socket.socket(family, kind, proto)
@@ -261,11 +271,11 @@ def address_of(listener: socket.socket, towards: str) -> str:
 def dial(address: str, timeout_s: float) -> socket.socket:
     """A TCP connection to ``host:port``. PeerLost when nobody answers, DeadlineError when slow."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
+    if not host or not port.isdecimal() or len(port) > 5 or int(port) > 65535:
         raise PeerLost(f"can't connect to {address[:200]!r}, expected host:port")
     try:
         return socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
     except TimeoutError as error:
         raise DeadlineError(f"connecting to {address} took more than {timeout_s:g} s") from error
-    except OSError as error:
-        raise PeerLost(f"can't connect to {address}: {error}") from error
+    except (OSError, UnicodeError) as error:  # a host that is no name of one
+        raise PeerLost(f"can't connect to {address[:200]}: {error}") from error

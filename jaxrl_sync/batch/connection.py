@@ -97,7 +97,7 @@ class Ack:
                 int(version["number"]),
                 dict(message["metrics"]),
             )
-        except (KeyError, TypeError, ValueError) as e:
+        except (KeyError, TypeError, ValueError, OverflowError) as e:
             raise ProtocolError(f"malformed acknowledgement {str(message)[:200]}") from e
 
 
@@ -193,7 +193,7 @@ class BatchSender:
             reply = auth.connect(sock, self._token, self._run_id, hello, config.handshake_s)
             try:
                 state = TrainerState(str(reply["lineage"]), int(reply["number"]), dict(reply["cursor"]))
-            except (KeyError, TypeError, ValueError) as e:
+            except (KeyError, TypeError, ValueError, OverflowError) as e:
                 raise ProtocolError(
                     f"{address} answered {str(reply)[:200]}, expected what it committed"
                 ) from e

@@ -26,7 +26,7 @@ from jaxrl_sync.batch.connection import (
 from jaxrl_sync.batch.frame import BatchFrame, BatchHeader, FrameLimits, encode_batch
 from jaxrl_sync.batch.pack import PackConfig, pack
 from jaxrl_sync.transfer import auth, wire
-from jaxrl_sync.transfer.errors import AuthError, DeadlineError, PeerLost, ResourceError
+from jaxrl_sync.transfer.errors import AuthError, DeadlineError, PeerLost, ProtocolError, ResourceError
 from tests.batch.strategies import make_sample
 from tests.ports import free_port
 
@@ -53,6 +53,16 @@ def receiver_at(
 
 def sender_to(address: str | Callable[[], str], config: ConnectionConfig = FAST) -> BatchSender:
     return BatchSender(address, token=TOKEN, run_id="run", data_rank=0, config=config)
+
+
+@pytest.mark.parametrize(
+    "field", [{"step": float("inf")}, {"version": {"lineage": "a", "number": float("inf")}}]
+)
+def test_an_acknowledgement_of_no_number_is_a_broken_protocol(field: dict[str, object]) -> None:
+    good = Ack(3, "a", 3, {"loss": 1.0}).to_message()
+    assert Ack.of_message(good) == Ack(3, "a", 3, {"loss": 1.0})
+    with pytest.raises(ProtocolError, match="malformed acknowledgement"):
+        Ack.of_message({**good, **field})
 
 
 def wait_until(true: Callable[[], bool]) -> None:

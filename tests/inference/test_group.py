@@ -141,6 +141,15 @@ def test_close_may_come_while_a_leader_leaves(pair: Pair, monkeypatch: pytest.Mo
     assert pair.leader_saw.empty()
 
 
+@pytest.mark.parametrize(
+    ("op", "payload"), [("plan", b"no plan"), ("failed", b'{"cause": "x", "exit_code": 1e999}')]
+)
+def test_a_leader_that_sends_nonsense_is_dead_to_its_follower(pair: Pair, op: str, payload: bytes) -> None:
+    """The receiving thread ended with it, and no death of the leader was noticed any more."""
+    pair.leader._links[1].send(op, payload)
+    assert "rank 0 " in pair.follower_saw.get(timeout=20)
+
+
 def test_a_silent_peer_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "ALIVE_S", 30.0)
     monkeypatch.setattr(group, "SILENCE_S", 0.5)

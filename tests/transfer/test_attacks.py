@@ -252,6 +252,48 @@ def test_answers_that_no_hub_gives_are_named(token_file: Path, body: bytes) -> N
             client.status()
 
 
+@pytest.mark.parametrize("wish", [10**400, float("nan"), "soon", True], ids=["huge", "nan", "text", "bool"])
+def test_a_receiver_that_wants_a_version_in_no_time_that_there_is_gets_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, wish: Any
+) -> None:
+    """A number that no float holds ended the link with an OverflowError."""
+    params, real, told = trainer_params(), wire.Connection.send, list[str]()
+
+    def send(self: wire.Connection, header: dict[str, Any], *payload: Any, timeout_s: float) -> None:
+        if header.get("kind") == "ready":
+            told.append(header["kind"])
+            header = {**header, "timeout_s": wish}
+        real(self, header, *payload, timeout_s=timeout_s)
+
+    monkeypatch.setattr(wire.Connection, "send", send)
+    publisher = rig.publisher(params)
+    publisher.publish(params, Version("a", 0))
+    assert take(rig.subscriber())[0] == Version("a", 0) and told == ["ready"]
+
+
+@pytest.mark.parametrize("address", ["..:80", "a" * 300 + ":80", "host:" + "9" * 5000, "host:70000", ":1"])
+def test_an_address_that_can_not_be_is_a_peer_that_is_lost(address: str) -> None:
+    """Members tell their addresses; these ended in errors of Python's own."""
+    with pytest.raises(PeerLost, match="can't connect to") as caught:
+        wire.dial(address, 1.0)
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 65536), ("127.0.0.1", -1), ("..", 0)])
+def test_a_place_where_nobody_can_listen_is_an_error_of_the_system(host: str, port: int) -> None:
+    with pytest.raises(OSError, match=r"expected 0 to 65535|is no name of a host"):
+        wire.listen(host, port)
+
+
+def test_a_wait_may_be_longer_than_poll_can_count(pair: tuple[socket.socket, socket.socket]) -> None:
+    """25 days in milliseconds are more than 31 bits."""
+    receiver, sender = wire.Connection(pair[0], "a"), wire.Connection(pair[1], "b")
+    late = threading.Timer(0.2, sender.send, ({"kind": "late"},), {"timeout_s": 1e9})
+    late.start()
+    assert receiver.recv(1e9) == ({"kind": "late"}, bytearray())
+    assert not receiver.sock.getblocking()
+
+
 def test_a_watch_that_makes_no_sense_is_asked_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     from jaxrl_sync.transfer.hub.client import Lease
 
@@ -317,6 +359,13 @@ def test_publishes_while_the_hub_is_away_end_as_announced_or_superseded(
     finally:
         rig.close()
         again.close()
+
+
+@pytest.mark.parametrize("place", ["file", "file/x"])
+def test_a_folder_that_can_not_be_made_is_named(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ResourceError, match="can't write the folder"):
+        LocalHub(tmp_path / place)
 
 
 def test_an_address_that_somebody_else_could_have_written_is_not_followed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -93,6 +94,7 @@ ADVANCE = ME | {"round": "r", "to": "begun"}
         ("register", ME | {"size": 0}, "0 <= rank < size"),
         ("register", ME | {"info": {"model": ["m"]}}, "'model' is list, expected text"),
         ("register", ME | {"info": {"x": "y" * (65 << 10)}}, "bytes of JSON"),
+        ("register", ME | {"info": {"x": json.loads("[" * 32 + "]" * 32)}}, "nested deeper than 32"),
         ("announce", ME | {"model": "m"}, "names no version"),
         ("announce", ANNOUNCE | {"model": "a\nb"}, "printable name"),
         ("announce", ANNOUNCE | {"bytes": "7"}, "expected a number"),

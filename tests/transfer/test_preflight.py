@@ -148,7 +148,7 @@ def test_what_edges_take_counts_only_where_it_is_sure_and_told_in_earnest() -> N
     engine = ("subscriber", "x", 0, 1, SUB | {"edges": EDGES["edges"]})
     assert found(("publisher", "trainer", 0, 1, tight), engine) == []
     assert found(("publisher", "trainer", 0, 1, tight | {"baselines": "device"}), engine) == []
-    for nonsense in ([1], {"x": 3}, {"0": -1}, {"0": True}, {"0": "9"}, {"-1": 5}, 7, None):
+    for nonsense in ([1], {"x": 3}, {"0": -1}, {"0": True}, {"0": "9"}, {"-1": 5}, {"9" * 5000: 5}, 7, None):
         liar = ("subscriber", "x", 0, 1, SUB | {"edges": nonsense, "rings": nonsense})
         assert found(("publisher", "trainer", 0, 1, tight | FRAMES), liar) == []
 

@@ -13,6 +13,8 @@ from jaxrl_sync.transfer.version import Version
 
 MAX_WORLD = 1 << 16
 MAX_INFO_BYTES = 64 << 10
+MAX_INFO_DEPTH = 32
+"""Of lists and objects in each other: what could just be read as JSON could not be written in an answer."""
 MAX_TEXT = 1 << 10
 MAX_REASON = 2000
 MAX_HELD = 256
@@ -93,6 +95,8 @@ def _register(key: MemberKey, incarnation: str, body: dict[str, Any], ttl_s: flo
     info = body.get("info", {})
     if not isinstance(info, dict):
         raise BadRequest(f"info is {type(info).__name__}, expected an object")
+    if _deeper(info, MAX_INFO_DEPTH):
+        raise BadRequest(f"info is nested deeper than {MAX_INFO_DEPTH} levels")
     try:  # it gets into answers to everyone: a nan or half a surrogate pair would spoil them all
         told = len(json.dumps(info, allow_nan=False, ensure_ascii=False).encode())
     except ValueError as error:
@@ -107,6 +111,15 @@ def _register(key: MemberKey, incarnation: str, body: dict[str, Any], ttl_s: flo
     ttl = min(max(number(body, "ttl_s", ttl_s), 0.5), 600.0)
     sequence = int(number(body, "sequence", 0))
     return events.Register(key, size, incarnation, info, ttl, version_of(body.get("installed")), sequence)
+
+
+def _deeper(value: Any, most: int) -> bool:
+    """Whether more than so many lists and objects are in each other."""
+    level: list[Any] = [value]
+    for _ in range(most):
+        held = (v.values() if isinstance(v, dict) else v for v in level)
+        level = [v for inner in held for v in inner if isinstance(v, (dict, list))]
+    return bool(level)
 
 
 def _announce(key: MemberKey, incarnation: str, body: dict[str, Any]) -> events.Announce:

@@ -49,12 +49,15 @@ class LocalHub:
         ResourceError when the port is taken or the folder can't be written, DeadlineError after 30 s.
         """
         place = Path(folder)
-        place.mkdir(parents=True, exist_ok=True)
         self.token_file = place / TOKEN_FILE
         self._address = place / ADDRESS_FILE
-        for old in (self._address, self.token_file):  # of an earlier run: nobody may find it any more
-            old.unlink(missing_ok=True)
-        auth.create_token(self.token_file)
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            for old in (self._address, self.token_file):  # of an earlier run: nobody may find it any more
+                old.unlink(missing_ok=True)
+            auth.create_token(self.token_file)
+        except OSError as error:
+            raise ResourceError(f"can't write the folder {place}: {error.strerror or error}") from error
         self._stop = threading.Event()
         started: queue.SimpleQueue[str | BaseException] = queue.SimpleQueue()
 

@@ -188,5 +188,7 @@ def _by_rank(member: Member, field: str) -> dict[int, int]:
     told = member.info.get(field)
     if not isinstance(told, dict):
         return {}
-    good = {k: v for k, v in told.items() if str(k).isdecimal() and type(v) is int and v >= 0}
+    good = {
+        k: v for k, v in told.items() if str(k).isdecimal() and len(str(k)) < 8 and type(v) is int and v >= 0
+    }
     return {int(k): v for k, v in good.items()}
