@@ -106,6 +106,24 @@ def test_values_survive_for_any_bits(name: str) -> None:
             np.testing.assert_array_equal(values.bits_from(found, old, kind), new)
 
 
+def test_an_escaped_value_that_needed_none_is_refused() -> None:
+    """No encoder writes it, and C never took it."""
+    codes = np.array([3, 255, 256], np.uint16)
+    data = bytearray(values.encode(codes, "ulp", False))
+    assert data == bytes([3, 255, 255, 255, 0, 0, 1])
+    np.testing.assert_array_equal(values.decode(memoryview(data), 3, 2, "ulp", False), codes)
+    data[3:5] = 254, 0
+    with pytest.raises(FrameError, match="an escaped value is 254, expected at least 255"):
+        values.decode(memoryview(data), 3, 2, "ulp", False)
+
+
+def test_no_entries_are_read_from_anywhere_in_a_frame() -> None:
+    """numpy calls empty arrays aligned at odd addresses; C looks at the address."""
+    for at in range(3):
+        none = positions.decode(memoryview(bytes(4))[at:at], positions.Coding("gap16"), 0, 0, 100)
+        assert none is not None and none.size == 0
+
+
 def test_neighbouring_floats_are_one_apart_and_zeros_meet() -> None:
     floats = np.array([-1.0, -1e-40, -0.0, 0.0, 1e-40, 1.0], np.float32)
     keys = bits.ordered(bits.as_bits(floats))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,34 @@ def test_arguments_that_do_not_fit_are_named() -> None:
         native.gaps_decode(b"\0", 2, 1, np.zeros(1, np.uint32))
     with pytest.raises(ValueError, match="new has 2 elements, expected 3"):
         native.delta_compare(b"abc", b"ab", 1, bytearray(4), bytearray(1), None, 1)
+
+
+@pytest.mark.parametrize("kind", [OVERWRITE, ULP])
+def test_streams_that_do_not_fit_together_are_refused_in_both_forms(
+    kind: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = np.zeros(1000, np.uint16)
+    new = old.copy()
+    new[[3, 700]] = 9, 40_000
+    good = sparse.compare_coded(old, new, kind)
+    assert good.count == 2 and good.escapes.size == (kind == ULP)
+    more = lambda stream: np.append(stream, stream.dtype.type(77))  # noqa: E731
+    bad = [
+        dataclasses.replace(good, values=more(good.values)),
+        dataclasses.replace(good, values=good.values[:1]),
+        dataclasses.replace(good, escapes=more(good.escapes)),
+        dataclasses.replace(good, count=3),
+        dataclasses.replace(good, escapes=np.full_like(good.escapes, 254), count=good.count + (kind != ULP)),
+    ]
+    for run in (lambda f: f(), lambda f: in_numpy(f, monkeypatch)):
+        for coded in bad:
+            buffer = old.copy()
+            with pytest.raises(DeltaError):
+                run(lambda b=buffer, c=coded: sparse.apply_coded(b, c))
+            assert not buffer.any()
+        buffer = old.copy()
+        run(lambda b=buffer: sparse.apply_coded(b, good))
+        assert same_bits(buffer, new)
 
 
 def test_mask_and_comparison_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,11 @@ def coders() -> types.ModuleType | None:
 
 
 def aligned(array: Bits) -> Bits:
-    """The array itself, or a copy where it isn't aligned (a view into a frame): C reads whole elements."""
-    return np.require(array, requirements=["C", "A"])
+    """The array itself, or a copy where it isn't aligned (a view into a frame): C reads whole elements.
+
+    numpy takes an empty one for aligned wherever it lies.
+    """
+    return np.require(array, requirements=["C", "A"]) if array.size else np.empty(0, array.dtype)
 
 
 def encode_gaps(positions: Positions, width: int) -> Bits | None:

@@ -62,7 +62,10 @@ def decode(data: memoryview, count: int, itemsize: int, kind: Kind, zstd: bool) 
         codes = codes.astype(bits_dtype(itemsize))
         if len(rest) != large.size * itemsize:
             raise FrameError(f"{len(rest)} bytes of escaped values, expected {large.size * itemsize}")
-        codes[large] = np.frombuffer(rest, bits_dtype(itemsize))
+        escaped = np.frombuffer(rest, bits_dtype(itemsize))
+        if escaped.size and int(escaped.min()) < ESCAPE:
+            raise FrameError(f"an escaped value is {int(escaped.min())}, expected at least {ESCAPE}")
+        codes[large] = escaped
     elif len(rest):
         raise FrameError(f"{len(rest)} bytes follow the values of {count} entries")
     return codes

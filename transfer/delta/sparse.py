@@ -209,10 +209,16 @@ def _decoded(coded: Coded, dtype: np.dtype[Any]) -> Delta:
     from jaxrl_sync.transfer.codec import gaps, values
     from jaxrl_sync.transfer.codec.errors import FrameError
 
-    codes = coded.values
+    codes, wide = coded.values, coded.kind == ULP and dtype.itemsize > 1
+    escapes = int(np.count_nonzero(codes == values.ESCAPE)) if wide else 0
+    if (codes.size, coded.escapes.size) != (coded.count, escapes):
+        raise DeltaError(
+            f"coded delta of {coded.count} changes has {codes.size} values and {coded.escapes.size} escapes, "
+            f"expected {coded.count} and {escapes}"
+        )
     try:
         positions = gaps.decode(coded.gaps, coded.count, coded.elements)
-        if coded.kind == ULP and dtype.itemsize > 1:
+        if wide:
             stream = memoryview(codes.tobytes() + coded.escapes.tobytes())
             codes = values.decode(stream, coded.count, dtype.itemsize, "ulp", False)
     except FrameError as error:
