@@ -11,6 +11,7 @@ import contextlib
 import errno
 import ipaddress
 import json
+import os
 import select
 import socket
 import struct
@@ -20,7 +21,7 @@ import urllib.parse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxrl_sync.transfer.errors import DeadlineError, PeerLost, ProtocolError
+from jaxrl_sync.transfer.errors import DeadlineError, PeerLost, ProtocolError, TransferError
 
 Buffer = bytes | bytearray | memoryview
 
@@ -103,6 +104,7 @@ class Connection:
         self.peer = peer
         self._send_lock = threading.Lock()
         self._recv_lock = threading.Lock()
+        self._closing = threading.Lock()
         self._closed = False
 
     def send(self, header: dict[str, Any], *payload: Buffer, timeout_s: float) -> None:
@@ -201,14 +203,28 @@ class Connection:
         finally:
             lock.release()
 
+    def duplicate(self) -> int:
+        """Another descriptor of the socket, for the caller to close: it stays a socket whoever closes this.
+
+        PeerLost where it was closed; TransferError where there are no more descriptors.
+        """
+        with self._closing:  # or the number were another file's already
+            if self._closed:
+                raise PeerLost(f"the connection to {self.peer} was closed on this side")
+            try:
+                return os.dup(self.sock.fileno())
+            except OSError as error:
+                raise TransferError(f"no descriptor for the connection to {self.peer}: {error}") from error
+
     def close(self) -> None:
         """Close the socket; waits in other threads end with PeerLost. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)
-        self.sock.close()
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            with contextlib.suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RDWR)
+            self.sock.close()
 
     def __enter__(self) -> Connection:
         return self

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
+import stat
 import threading
+from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxrl_sync.sharding import Edge
-from jaxrl_sync.transfer.errors import PeerLost
+from jaxrl_sync.transfer.errors import PeerLost, TransferError
 from jaxrl_sync.transfer.placement import Terms
+from jaxrl_sync.transfer.transports.pinned import Pinned
 from jaxrl_sync.transfer.transports.tcp import LINGER_S, _Lanes
+from jaxrl_sync.transfer.transports.windows import Direct
 from jaxrl_sync.transfer.wire import Connection
+
+TERMS = Terms("tcp", "", 256, 4096, ("full",))
+BYTES = Direct((), np.zeros((0, 0), np.int64), 1)
 
 
 def test_a_lane_that_ends_lets_the_others_take_what_is_there() -> None:
     pairs = [socket.socketpair() for _ in range(2)]
-    terms = Terms("tcp", "", 256, 4096, ("full",))
-    lanes = _Lanes([Connection(a, "sender") for a, _ in pairs], Edge(0, 0, ()), terms, "target")
+    lanes = _Lanes([Connection(a, "sender") for a, _ in pairs], Edge(0, 0, ()), TERMS, "target")
     ended, taken = threading.Event(), []
 
     def work(lane: int) -> None:
@@ -34,3 +43,48 @@ def test_a_lane_that_ends_lets_the_others_take_what_is_there() -> None:
     lanes.close()
     for _, there in pairs:
         there.close()
+
+
+def test_a_lane_that_is_closed_just_then_is_never_another_file(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at its number and its copy the number was given away: that file got the weights."""
+    connection = Connection(pair[0], "sender")
+    lanes = _Lanes([connection], Edge(0, 0, ()), TERMS, "target")
+    closer, copy = threading.Thread(target=connection.close), os.dup
+
+    def dup(number: int) -> int:
+        closer.start()
+        closer.join(0.3)
+        other = os.open(os.devnull, os.O_WRONLY)  # takes the number if it is free
+        try:
+            return copy(number)
+        finally:
+            os.close(other)
+
+    seen: list[int] = []
+
+    def piece(number: int, *where: Any) -> int:
+        seen.append(os.fstat(number).st_mode)
+        return 1
+
+    monkeypatch.setattr(os, "dup", dup)
+    lanes.move(0, BYTES, Pinned({}), piece)
+    closer.join(20)
+    assert [stat.S_ISSOCK(mode) for mode in seen] == [True] and connection.closed
+    with pytest.raises(PeerLost, match="was closed on this side"):
+        lanes.move(0, BYTES, Pinned({}), piece)
+
+
+def test_a_lane_without_a_descriptor_says_so(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was told that the connection was closed."""
+
+    def full(number: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    connection = Connection(pair[0], "sender")
+    monkeypatch.setattr(os, "dup", full)
+    with pytest.raises(TransferError, match="no descriptor for the connection to sender: .*Too many open"):
+        connection.duplicate()

@@ -164,11 +164,7 @@ class _Lanes:
     def move(self, lane: int, segment: Direct, shards: Pinned, piece: Callable[..., int]) -> None:
         """A direct segment, piece by piece, over a descriptor of our own: others may close the lane."""
         addresses, done = shards.places(segment.keys)[0], 0
-        connection = self.connections[lane]
-        try:
-            fd = os.dup(connection.sock.fileno())
-        except OSError as error:
-            raise PeerLost(f"the connection to {connection.peer} was closed on this side") from error
+        fd = self.connections[lane].duplicate()
         try:
             while done < segment.nbytes:
                 done += piece(fd, segment, addresses, done)
