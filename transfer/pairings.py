@@ -55,13 +55,20 @@ class Pairings:
         if theirs.source is None:
             raise MismatchError("the subscriber's correspondence names no source layout")
         compare_layouts(self._source, theirs.source, "the source layout that the subscriber planned with")
-        if self._size > 1 and any(leaf.kind == "computed" for leaf in theirs.leaves):
+        computed = [leaf for leaf in theirs.leaves if leaf.kind == "computed"]
+        if self._size > 1 and computed:
             raise MismatchError(
                 f"the conversion computes leaves, and this trainer world has {self._size} processes: their "
                 "program may need all at once, but subscribers come at any time; convert before publishing"
             )
         if self._convert is not None:  # computed leaves are evaluated by a function that never travels
             theirs = theirs.bind(self._convert, self._source, layout)
+        elif computed:
+            path, why = computed[0].name.partition("#")[0], computed[0].reason
+            raise MismatchError(
+                f"the conversion computes {path!r} ({why}), and the publisher was made without `convert`, "
+                "the function that would have to be evaluated there"
+            )
         return Pairing.of(layout, theirs)
 
     def _blob(self, digest: str) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from pathlib import Path
@@ -13,9 +14,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_sync.sharding import MappingError
-from jaxrl_sync.transfer import Subscriber, Version
+from jaxrl_sync.transfer import Subscriber, Version, holding
 from jaxrl_sync.transfer import slots as slots_module
 from jaxrl_sync.transfer.errors import AuthError, DeadlineError, MismatchError, ProtocolError, TransferError
+from jaxrl_sync.transfer.memory import SHM_DIR, SharedMemory
 from jaxrl_sync.transfer.transports import tcp
 from jaxrl_sync.transfer.transports.pinned import Pinned, Table
 from tests.transfer.models import (
@@ -74,8 +76,16 @@ def test_every_version_arrives_bit_for_bit_while_training_donates(rig: Rig, tran
     assert publisher.stats()["published"] == 6 and subscriber.stats()["installed"] == 6
 
 
+class Hidden(SharedMemory):
+    """Shared memory that nobody else finds."""
+
+    def __init__(self, run_id: str, nbytes: int) -> None:
+        super().__init__(run_id, nbytes)
+        os.unlink(SHM_DIR / self.name)
+
+
 def test_auto_takes_shm_where_memory_is_shared_and_tcp_where_it_is_not(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "jaxrl_sync.transfer")
     params = trainer_params()
@@ -83,10 +93,8 @@ def test_auto_takes_shm_where_memory_is_shared_and_tcp_where_it_is_not(
     publisher.publish(params, Version("a", 0))
     first = rig.subscriber("x").poll(10)
     assert first is not None and first.prepare().transport == "shm"
-    monkeypatch.setattr("jaxrl_sync.transfer.memory.SHM_DIR", tmp_path)
-    hidden = rig.subscriber("y")
-    monkeypatch.undo()  # what y made lies where nobody else looks
-    second = hidden.poll(10)
+    monkeypatch.setattr(holding, "SharedMemory", Hidden)
+    second = rig.subscriber("y").poll(10)
     assert second is not None and second.prepare().transport == "tcp"
     assert same_bits(second.swap(), convert(params))
     for end in ("to x.0", "from trainer.0"):
@@ -161,6 +169,21 @@ def test_trees_and_conversions_that_do_not_fit_are_named(rig: Rig) -> None:
     for name, bad, error in (("x", narrow, MappingError), ("y", swapped, MismatchError)):
         with pytest.raises(error, match="final_norm|layers/0/input_norm"):
             rig.subscriber(name, convert=bad).poll(10)
+
+
+def test_a_conversion_that_computes_is_refused_where_nobody_can_evaluate_it(rig: Rig) -> None:
+    """It was taken, and from then on every publish raised: an engine could end the training."""
+    params = trainer_params()
+    publisher = rig.publisher(params)
+
+    def computes(p: Any) -> Any:
+        tree = convert(p)
+        return {**tree, "final_norm": tree["final_norm"] + 1}
+
+    with pytest.raises(MismatchError, match=r"computes 'final_norm' \(add\), and the publisher was made"):
+        rig.subscriber("x", convert=computes).poll(10)
+    publisher.publish(params, Version("a", 0))
+    assert same_bits(take(rig.subscriber("y", first=6))[1], convert(params))
 
 
 def test_iterators_scalars_empty_tensors_constants_and_computed_leaves(rig: Rig) -> None:
