@@ -314,9 +314,10 @@ def test_a_slot_that_finds_no_room_again_is_named_and_comes_back(
     publisher.publish(params, Version("a", 0))
     _, serving = take(subscriber)
     real_send, real_memory = ShmSender.send, SharedMemory
+    go_on = threading.Event()
 
     def silent(self: Any, ready: Any, sources: Any, deadline: float, *flow: Any) -> None:
-        time.sleep(1.0)
+        go_on.wait(30)
 
     def full(run_id: str, nbytes: int) -> SharedMemory:
         raise ResourceError("/dev/shm is too small")
@@ -328,6 +329,7 @@ def test_a_slot_that_finds_no_room_again_is_named_and_comes_back(
     assert update is not None
     with pytest.raises(DeadlineError):
         update.prepare(timeout_s=0.3)
+    go_on.set()
     monkeypatch.setattr(ShmSender, "send", real_send)
     update = subscriber.poll(10)
     assert update is not None
@@ -389,11 +391,13 @@ def test_an_edge_that_a_device_does_not_give_up_is_ended_all_the_same(
 ) -> None:
     from jaxrl_sync.transfer.transports.shm import ShmReceiver, ShmSender
 
+    go_on = threading.Event()
+
     def refuse(self: Any) -> None:
         raise VerbsError(16, "ibv_destroy_qp: Device or resource busy")
 
     def silent(self: Any, ready: Any, sources: Any, deadline: float, *flow: Any) -> None:
-        time.sleep(1.0)
+        go_on.wait(30)
 
     params = trainer_params()
     publisher, subscriber = rig.publisher(params), rig.subscriber()
@@ -407,6 +411,7 @@ def test_an_edge_that_a_device_does_not_give_up_is_ended_all_the_same(
     assert update is not None
     with pytest.raises(DeadlineError):
         update.prepare(timeout_s=0.3)
+    go_on.set()
     until(lambda: old not in publisher._listening._links)
     monkeypatch.undo()
     assert "isn't wholly closed" in caplog.text

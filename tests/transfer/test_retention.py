@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,7 @@ def test_a_publish_waits_for_room_and_says_what_is_missing(
         with pytest.raises(RetentionFull, match=r"pinned a:0 .*limit 1 bytes"):
             publish(publisher, 1)
         assert publisher.stats()["published"] == 1
+        publisher.config = dataclasses.replace(config, timeout_s=60.0)
         release = threading.Timer(0.1, lambda: client.unpin(Version("a", 0), "evaluation"))
         release.start()
         publish(publisher, 1)  # waited until it was released

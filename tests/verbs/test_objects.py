@@ -231,16 +231,26 @@ def test_events_are_returned_and_acknowledged(fake: Fake) -> None:
 
 
 def test_wait_keeps_its_deadline_and_close_refuses_meanwhile(fake: Fake) -> None:
-    with pair() as (left, _):
-        outcome: list[bool] = []
-        waiter = threading.Thread(target=lambda: outcome.append(left.cq.wait(0.5)))
+    with pair() as (left, right):
         started = time.monotonic()
+        assert not left.cq.wait(0.2) and time.monotonic() - started > 0.1
+        outcome, begins = list[bool](), threading.Event()
+
+        def wait() -> None:
+            begins.set()
+            outcome.append(left.cq.wait(60.0))
+
+        fake.set(hold=1)
+        write(left, right, rows((0, 0, 100)))
+        waiter = threading.Thread(target=wait)
         waiter.start()
+        assert begins.wait(20)
         time.sleep(0.1)
         with pytest.raises(BufferError, match="in use by a call in another thread"):
             left.cq.close()
+        fake.set()
         waiter.join()
-        assert outcome == [False] and time.monotonic() - started > 0.4
+        assert outcome == [True]
 
 
 def test_wait_wakes_up_for_a_completion(fake: Fake) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 RUN = Path(__file__).parent / "run"
 TOOLS = ("bash", "env", "dirname", "uname", "id", "mkdir", "cat", "sed", "awk", "mktemp", "rm", "touch")
@@ -84,3 +87,44 @@ def test_ends_with_a_banner_without_the_vm() -> None:
     assert (
         "NOT TESTED: real RDMA verbs. JAXRL_SYNC_NO_VM=1: the VM with soft-RoCE did not run." in done.stderr
     )
+
+
+SKIPS = {
+    "a test": "def test_it(): pytest.skip('the moon is full')",
+    "a mark": "@pytest.mark.skipif(True, reason='the moon is full')\ndef test_it(): pass",
+    "a fixture": "@pytest.fixture\ndef it(): pytest.skip('the moon is full')\ndef test_it(it): pass",
+    "a module": "pytest.skip('the moon is full', allow_module_level=True)",
+    "a package": "pytest.importorskip('no_such_package', reason='the moon is full')",
+}
+
+
+@pytest.mark.parametrize("code", SKIPS.values(), ids=SKIPS)
+def test_a_run_in_the_vm_fails_where_a_test_was_left_out_and_nobody_knows_why(
+    tmp_path: Path, code: str
+) -> None:
+    """Skipped tests fail no run by themselves: one without a single write over real verbs was a success."""
+    done = in_the_vm(tmp_path, code)
+    assert done.returncode not in (0, 5), done.stdout
+    assert "in the VM nothing is to be left out" in done.stdout and "the moon is full" in done.stdout
+
+
+def test_what_another_python_lacks_is_said_aloud_and_fails_no_run(tmp_path: Path) -> None:
+    missing = "from tests.verbs.soft import missing"
+    fake = "monkeypatch.setattr('sys.version_info', (3, 12, 0))"
+    done = in_the_vm(tmp_path, f"{missing}\ndef test_it(monkeypatch): {fake}; missing('a package')")
+    assert done.returncode == 0, done.stdout
+    assert "##  NOT TESTED: needs a package, found none for Python 3.12" in done.stdout
+
+
+def in_the_vm(tmp_path: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """Tests marked rdma as the VM runs them: one that passes, one of this code, the rules of tests/verbs."""
+    begin = "import pytest\npytestmark = pytest.mark.rdma\n"
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    rdma: real verbs\n")
+    (tmp_path / "test_passes.py").write_text(begin + "def test_passes(): pass\n")
+    (tmp_path / "test_zz.py").write_text(begin + code + "\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.verbs.conftest"]
+    environment = {**os.environ, "RDMA_VM": "1", "PYTHONPATH": str(RUN.parents[2])}
+    return subprocess.run(
+        [*command, "--rootdir", str(tmp_path), str(tmp_path)],
+        env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
