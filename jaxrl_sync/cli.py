@@ -7,7 +7,6 @@ deadline passed; 130 interrupted. A failure is one line on stderr. Imports are l
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -18,11 +17,12 @@ from jaxrl_sync.sharding.errors import UserError
 
 INSTALL_HINT = "pip install 'jaxrl-sync[run]'"
 ROLES = ("hub", "orchestrator", "trainer", "engine")
+MAX_WATCH_S = 1e6
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    from jaxrl_sync.launch.worker import ERROR_PREFIX
+    from jaxrl_sync.launch.worker import ERROR_PREFIX, missing_resource
 
     words = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -39,19 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        if not _is_resource(error):
+        if (line := missing_resource(error)) is None:
             raise
-        where = "" if error.filename is None else f"{error.filename}: "
-        print(f"{ERROR_PREFIX}{where}{error.strerror}", file=sys.stderr)
+        print(ERROR_PREFIX + line, file=sys.stderr)
         return 3
     except KeyboardInterrupt:
         print(ERROR_PREFIX + "interrupted", file=sys.stderr)
         return 130
-
-
-def _is_resource(error: OSError) -> bool:
-    """Whether the user's disk is at fault: a path that can't be used as asked, or no room left."""
-    return error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def _dispatch(words: list[str]) -> int:
@@ -232,8 +226,8 @@ def _status(options: argparse.Namespace) -> int:
 
     if options.run_dir is None and (options.hub is None or options.token_file is None):
         raise UsageError("status needs RUN_DIR, or --hub with --token-file (see `jaxrl-sync status --help`)")
-    if options.watch is not None and not options.watch > 0:
-        raise UsageError(f"--watch {options.watch:g}: expected seconds above 0")
+    if options.watch is not None and not 0 < options.watch <= MAX_WATCH_S:
+        raise UsageError(f"--watch {options.watch:g}: expected seconds above 0, at most {MAX_WATCH_S:g}")
     if options.watch is not None and options.preflight is not None:
         raise UsageError("--preflight looks once: expected no --watch beside it")
     run_dir = Path(options.run_dir) if options.run_dir is not None else None

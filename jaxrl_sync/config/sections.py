@@ -15,15 +15,15 @@ Platform = Literal["cpu", "cuda", "tpu"]
 Scalar = bool | int | float | str
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=1e6)]  # 11 days: what every clock and every wait can count
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Lengths = Annotated[tuple[Positive, ...], Field(strict=False)]
 
 
 class Section(BaseModel):
-    """Base of every section: frozen, strict, no unknown keys."""
+    """Base of every section: frozen, strict, no unknown keys, finite numbers."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class RunSection(Section):

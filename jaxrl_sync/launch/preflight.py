@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxrl_sync.config import ConfigError, RunConfig
 from jaxrl_sync.sharding.errors import UserError
+from jaxrl_sync.transfer import wire
 
 if TYPE_CHECKING:
     from jaxrl_sync.tasks.protocol import Task
@@ -85,12 +85,10 @@ def check_ports(config: RunConfig) -> None:
 
 
 def _check_port(key: str, host: str, port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OverflowError:
-            raise ConfigError(f"{key}={port}: expected 0 to 65535") from None
-        except OSError as error:
-            why = "is in use" if error.errno == errno.EADDRINUSE else f"can't be used: {error.strerror}"
-            raise PortError(f"{key}: port {port} of {host} {why}") from None
+    if port > 65535:
+        raise ConfigError(f"{key}={port}: expected 0 to 65535")
+    try:
+        wire.listen(host, port).close()
+    except OSError as error:
+        why = "is in use" if error.errno == errno.EADDRINUSE else f"can't be used: {error.strerror}"
+        raise PortError(f"{key}: port {port} of {host} {why}") from None

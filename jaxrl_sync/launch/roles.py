@@ -15,7 +15,7 @@ from jaxrl_sync.config.errors import ConfigError
 from jaxrl_sync.config.process import ProcessContext
 from jaxrl_sync.launch.certificates import server_tls
 from jaxrl_sync.launch.commands import engines
-from jaxrl_sync.launch.worker import ERROR_PREFIX
+from jaxrl_sync.launch.worker import ERROR_PREFIX, missing_resource
 from jaxrl_sync.sharding.errors import UserError
 from jaxrl_sync.transfer import clean
 
@@ -38,8 +38,10 @@ def run_role(context: ProcessContext) -> int:
     except UserError as error:
         code, cause = error.exit_code, str(error)
     except Exception as error:
-        traceback.print_exc()
-        code, cause = 1, f"{type(error).__name__}: {error}"
+        line = missing_resource(error) if isinstance(error, OSError) else None
+        if line is None:
+            traceback.print_exc()
+        code, cause = (1, f"{type(error).__name__}: {error}") if line is None else (3, line)
     print(ERROR_PREFIX + one_line(cause), file=sys.stderr, flush=True)
     if context.world_size > 1:
         sys.stdout.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import errno
 import os
 import signal
 import socket
@@ -65,6 +66,8 @@ class Worker:
         self.started_at = 0.0
         self._run_dir = run_dir
         self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._port: socket.socket | None = None
+        """The coordinator's, kept for it while its world is up."""
 
     @property
     def name(self) -> str:
@@ -82,8 +85,10 @@ class Worker:
 
     def start(self, *extra: str) -> None:
         """Start every process with ``extra`` arguments; one world gets a fresh coordinator port each time."""
+        self._release_port()
         if self.spec.one_world:
-            extra = (*extra, "--coordinator", f"127.0.0.1:{free_port()}")
+            self._port = reserved_port()
+            extra = (*extra, "--coordinator", f"127.0.0.1:{self._port.getsockname()[1]}")
         for spec in self.spec.processes:
             self._proc_file(spec.name).unlink(missing_ok=True)
         for spec in self.spec.processes:
@@ -133,6 +138,12 @@ class Worker:
         self._signal(signal.SIGKILL)
         for child in self._children.values():
             child.wait()
+        self._release_port()
+
+    def _release_port(self) -> None:
+        if self._port is not None:
+            self._port.close()
+            self._port = None
 
     def _signal(self, number: signal.Signals) -> None:
         for child in self._children.values():
@@ -187,8 +198,21 @@ def error_line(text: str) -> str:
     return (errors or lines or [""])[-1]
 
 
-def free_port() -> int:
-    """A TCP port on loopback that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def missing_resource(error: OSError) -> str | None:
+    """One line about the user's disk, where that is at fault: a path that can't be used as asked, or no room
+    left; None for any other error."""
+    if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return None
+    return f"{error.filename}: {error.strerror}" if error.filename is not None else str(error.strerror)
+
+
+def reserved_port() -> socket.socket:
+    """A socket that keeps a port of loopback for a gRPC server that will listen there. The caller closes it.
+
+    It doesn't listen. Servers of gRPC share ports with sockets of their user that share them too
+    (SO_REUSEPORT); nobody else gets this one meanwhile, and the kernel hands it out to nobody.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held.bind(("127.0.0.1", 0))
+    return held

@@ -15,8 +15,10 @@ from jaxrl_sync.cli import main
 from jaxrl_sync.config import ConfigError, RunConfig, load, parse_overrides, render, save, toml
 from jaxrl_sync.config.convert import to_decoder, to_engine, to_publisher, to_subscriber
 from jaxrl_sync.config.process import ProcessContext
+from jaxrl_sync.launch.preflight import check_ports
 from jaxrl_sync.orchestrator.config import loop_config
 from jaxrl_sync.sharding.presets.quantization import Quantization
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDITION = str(ROOT / "experiments" / "addition" / "run.toml")
@@ -88,6 +90,10 @@ BAD = [
     (["--run.name", "../up"], 2, "run.name: found '../up'; string should match pattern"),
     (["--trainer.mesh", "2x2"], 2, "trainer.mesh: found '2x2'; input should be a table"),
     (["--run.steps"], 2, "override --run.steps has no value"),
+    (["--loop.step_timeout_s", "inf"], 2, "loop.step_timeout_s: found inf; input should be"),
+    (["--run.stuck_timeout_s", "1e300"], 2, "run.stuck_timeout_s: found 1e+300; input should be less than"),
+    (["--hub.ttl_s", "nan"], 2, "hub.ttl_s: found nan; input should be"),
+    (["--trainer.learning_rate", "inf"], 2, "trainer.learning_rate: found inf; input should be a finite"),
 ]
 
 
@@ -163,6 +169,13 @@ def test_a_port_in_use_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert main(words) == 3
     assert capsys.readouterr().err == f"jaxrl-sync: error: hub.port: port {port} of 127.0.0.1 is in use\n"
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_a_fixed_port_may_be_one_of_an_ipv6_host() -> None:
+    """It was refused as one that can't be used."""
+    config = load(ADDITION, {"run.host": "::1", "hub.port": free_port()})
+    check_ports(config)
 
 
 def test_toml_that_is_not_toml_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

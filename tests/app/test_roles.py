@@ -16,6 +16,8 @@ from jaxrl_sync.config.process import ProcessContext
 from jaxrl_sync.launch import roles
 from jaxrl_sync.launch.commands import workers
 from jaxrl_sync.launch.environment import HUGE_PAGES, huge_pages
+from jaxrl_sync.launch.worker import error_line
+from jaxrl_sync.transfer.auth import create_token
 from tests.app.runs import ADDITION
 
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -49,7 +51,8 @@ def start(drain_s: float) -> tuple[subprocess.Popen[str], Path]:
 
 def test_one_wish_that_arrives_twice_drains() -> None:
     process, segment = start(drain_s=0.5)
-    for number in (signal.SIGTERM, signal.SIGINT):  # two of one kind could arrive as one
+    os.kill(process.pid, signal.SIGSTOP)  # so that both are there when it looks
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCONT):  # two of one kind could arrive as one
         os.kill(process.pid, number)
     assert process.wait(20) == 0
     assert not segment.exists()
@@ -116,6 +119,19 @@ print(kib)
         for e in (env, huge_pages(env))
     ]
     assert kib[1] >= kib[0] + (64 << 10), f"{kib} KiB asked for without and with the tunable, of 64 MiB"
+
+
+def test_a_disk_that_can_not_be_written_is_one_line_and_the_code_of_a_missing_resource(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a traceback, and code 1."""
+    monkeypatch.setattr(roles, "_stop_on_signals", lambda context: None)
+    create_token(tmp_path / "token")
+    (tmp_path / "run").write_text("no folder")
+    context = ProcessContext("hub", "hub", load(ADDITION), tmp_path / "run", tmp_path / "token")
+    assert roles.run_role(context) == 3
+    said = capsys.readouterr().err
+    assert "Traceback" not in said and error_line(said).startswith(f"jaxrl-sync: error: {tmp_path}/run")
 
 
 def test_the_command_of_a_colocated_replica_says_that_it_has_none(

@@ -264,6 +264,7 @@ def test_watching_ends_when_interrupted(monkeypatch: pytest.MonkeyPatch) -> None
         (["status", "--hub", "http://h:x", "--token-file", TOKEN], 2, "'http://h:x' is no URL"),
         (["status", "--hub", "ftp://h:1", "--token-file", TOKEN], 2, "'ftp://h:1' is no URL"),
         (["status", "/", "--watch", "0"], 2, "expected seconds above 0"),
+        (["status", "/", "--watch", "inf"], 2, "expected seconds above 0, at most 1e+06"),
         (["status", "/", "--watch", "--preflight"], 2, "expected no --watch"),
         (["status", "/"], 2, "is not a run directory"),
     ],

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -13,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_sync.launch import sweep
+from jaxrl_sync.launch import supervisor, sweep
 from jaxrl_sync.launch.environment import RUN_MARK
 from jaxrl_sync.launch.supervisor import Outcome, Supervisor
 from jaxrl_sync.launch.worker import Worker, WorkerSpec, error_line
 from tests.app.children import WAIT, Notes, run_of, settings, worker
 
 DONE = "announce()\nprogress(1)\ntime.sleep(0.3)\nsys.exit(0)\n"
+DONE_AFTER_ENGINE = "while not (run / 'proc' / 'engine-0.json').exists():\n    time.sleep(0.02)\n" + DONE
 
 
 def supervise(run_dir: Path, specs: list[WorkerSpec], shm_prefix: str = "", **changes: object) -> Outcome:
@@ -78,7 +80,10 @@ def test_trainer_death_ends_the_run_with_its_name(tmp_path: Path) -> None:
     assert outcome.cause.startswith("trainer-0 was killed by SIGKILL; its log is ")
 
 
-def test_the_cause_is_the_one_that_died_first_not_the_orchestrator_that_noticed(tmp_path: Path) -> None:
+def test_the_cause_is_the_one_that_died_first_not_the_orchestrator_that_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "SETTLE_S", 60.0)  # it ends as soon as the death is seen
     trainer = "announce()\nwhile not (run / 'noticed').exists():\n    time.sleep(0.02)\n"
     trainer += "time.sleep(0.1)\nos.kill(os.getpid(), signal.SIGKILL)\n"
     notices = "announce()\nwhile not (run / 'proc' / 'trainer-0.json').exists():\n    time.sleep(0.02)\n"
@@ -154,6 +159,27 @@ def test_a_worker_of_two_ranks_dies_as_one_unit_and_gets_a_new_coordinator(tmp_p
     )
 
 
+def test_nobody_else_gets_the_port_of_a_worlds_coordinator(tmp_path: Path) -> None:
+    """Between the choice of a port and its use another socket could take it."""
+    started = Worker(worker("engine", tmp_path, WAIT, WAIT), tmp_path)
+    started.start()
+    try:
+        assert _eventually(lambda: not started.silent())
+        (command,) = Path(f"/proc/{started.pids['engine']}/cmdline").read_bytes().split(b"\0")[-2:-1]
+        host, _, port = command.decode().rpartition(":")
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind((host, int(port)))
+        with socket.socket() as grpc:  # as a server of gRPC does
+            grpc.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            grpc.bind((host, int(port)))
+            grpc.listen()
+            socket.create_connection((host, int(port)), 5).close()
+            assert grpc.accept()
+    finally:
+        started.kill()
+    socket.create_server((host, int(port))).close()
+
+
 def test_a_stopped_trainer_is_found_and_named(tmp_path: Path) -> None:
     trainer = "announce()\nos.kill(os.getpid(), signal.SIGSTOP)\n"
     outcome = supervise(tmp_path, run_of(tmp_path, trainer=trainer))
@@ -184,7 +210,7 @@ def test_a_hub_that_fails_at_once_ends_the_run_before_the_others_start(tmp_path:
 def test_interrupt_drains_the_orchestrator_first(tmp_path: Path) -> None:
     note = "announce()\nprogress(1)\nstop.wait()\nopen(run / 'order', 'a').write(name + '\\n')\n"
     when_up(tmp_path, interrupt)
-    outcome = supervise(tmp_path, run_of(tmp_path, note, note, note, note))
+    outcome = supervise(tmp_path, run_of(tmp_path, note, note, note, note), grace_s=60.0)
     assert outcome == Outcome(130, "interrupted")
     order = (tmp_path / "order").read_text().split()
     assert (order[0], order[-1], sorted(order[1:3])) == ("orchestrator", "hub", ["engine-0", "trainer-0"])
@@ -216,7 +242,8 @@ def test_a_run_directory_that_vanishes_ends_the_run(tmp_path: Path) -> None:
 
 def test_what_ignores_sigterm_is_killed_after_the_grace_time(tmp_path: Path) -> None:
     deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nannounce()\ntime.sleep(600)\n"
-    assert supervise(tmp_path, run_of(tmp_path, engine=deaf, orchestrator=DONE), grace_s=1.0).code == 0
+    specs = run_of(tmp_path, engine=deaf, orchestrator=DONE_AFTER_ENGINE)
+    assert supervise(tmp_path, specs, grace_s=1.0).code == 0
     assert ("kill", "engine-0") in [(e["event"], e["process"]) for e in events(tmp_path)]
 
 
@@ -227,7 +254,8 @@ def test_grandchildren_and_shared_memory_are_swept(tmp_path: Path) -> None:
         "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
     )
     engine += f"open('/dev/shm/{prefix}slot', 'wb').write(b'x')\n" + WAIT
-    assert supervise(tmp_path, run_of(tmp_path, engine=engine, orchestrator=DONE), prefix) == Outcome(0)
+    specs = run_of(tmp_path, engine=engine, orchestrator=DONE_AFTER_ENGINE)
+    assert supervise(tmp_path, specs, prefix) == Outcome(0)
     assert list(Path("/dev/shm").glob(f"{prefix}*")) == []
     assert "removed" in (tmp_path / "logs" / "guard.log").read_text()
 
