@@ -75,6 +75,14 @@ class Run:
             assert time.monotonic() < deadline, f"step {step} not reached within {timeout_s:g} s"
             time.sleep(0.05)
 
+    def wait_up(self, *processes: str, timeout_s: float = 150.0) -> None:
+        """Until these processes have said that they are up: a run goes on with the engines that there are."""
+        deadline = time.monotonic() + timeout_s
+        while missing := [name for name in processes if self.json(f"proc/{name}.json") is None]:
+            assert self._process.poll() is None, self._process.communicate()
+            assert time.monotonic() < deadline, f"{missing} not up within {timeout_s:g} s"
+            time.sleep(0.05)
+
     def json(self, name: str) -> dict[str, Any] | None:
         """A JSON file of the run directory, None while it isn't there."""
         try:
@@ -94,7 +102,10 @@ class Run:
 
     def steps(self) -> list[dict[str, Any]]:
         """The metrics rows of the steps."""
-        rows = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+        text = (self.run_dir / "metrics.jsonl").read_text()
+        rows = [
+            json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()
+        ]  # one may be half there
         return [row for row in rows if row["kind"] == "step"]
 
     def shm_prefix(self) -> str:

@@ -93,7 +93,8 @@ class ByHand:
 @pytest.mark.parametrize("when", ["it starts", "it trains"])
 def test_a_trainer_that_dies_is_named_by_the_orchestrator(tmp_path: Path, when: str) -> None:
     with ByHand(tmp_path / "run") as run:
-        run.wait(lambda: run.trained(2) if when == "it trains" else run.registered("trainer"))
+        roles = ("orchestrator", "trainer")  # who never saw the trainer can't miss it
+        run.wait(lambda: run.trained(2) if when == "it trains" else all(map(run.registered, roles)))
         run.processes["trainer"].kill()
         code, line = run.ends("orchestrator")
         assert code == 4 and line.startswith("jaxrl-sync: error: ") and "trainer process trainer-0" in line

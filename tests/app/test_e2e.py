@@ -43,6 +43,7 @@ def test_the_default_config_learns_asynchronously(tmp_path: Path) -> None:
 
 def test_killed_engine_is_restarted_and_the_run_goes_on(tmp_path: Path) -> None:
     with Run(tmp_path / "run", *SMALL, "--run.steps=40") as run:
+        run.wait_up("engine-0", "engine-1")
         run.wait_step(3)
         os.kill(run.pid("engine-1"), signal.SIGKILL)
         code, _, err = run.finish(timeout_s=200)
@@ -105,6 +106,7 @@ def test_interrupt_drains_and_says_so(tmp_path: Path) -> None:
 
 def test_stopped_engine_does_not_hang_the_run(tmp_path: Path) -> None:
     with Run(tmp_path / "run", *SMALL, "--run.steps=40", "--run.stopped_timeout_s=3") as run:
+        run.wait_up("engine-0", "engine-1")
         run.wait_step(3)
         os.kill(run.pid("engine-0"), signal.SIGSTOP)
         code, _, err = run.finish(timeout_s=200)

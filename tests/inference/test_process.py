@@ -185,6 +185,8 @@ def long_rollouts(client: httpx.Client, n: int = 6) -> Iterator[list[dict[str, A
     body = ask(f"long-{time.monotonic_ns()}", (1, 2), n, max_tokens=500).to_json()
     thread = threading.Thread(target=lambda: answers.append(client.post("/generate", json=body).json()))
     thread.start()
+    while not client.get("/stats").json()["running"] and thread.is_alive():
+        time.sleep(0.01)
     yield answers
     thread.join(60)
 
@@ -243,7 +245,7 @@ def test_an_engine_of_two_ranks_dies_as_one(world: World, victim: int, how: sign
         with contextlib.suppress(httpx.TransportError):
             threading.Timer(0.1, children[victim].process.send_signal, (how,)).start()
             client.post("/generate", json=body, timeout=0.3)
-    code, line = survivor.end(20)
+    code, line = survivor.end(60)
     assert code == 4 and line.startswith("jaxrl-sync: error: engine-0 rank") and "died" in line
     assert not [n for n in segments(world.token_file) if f"_{survivor.process.pid}-" in n]
 

@@ -46,6 +46,7 @@ class EngineBehaviour:
     eval_s: float = 0.0
     status: int = 0
     hang: Callable[[dict[str, Any]], bool] = lambda body: False
+    """Asked again and again: a request goes on once it says no."""
     finish: Callable[[dict[str, Any], int], str] = lambda body, index: "stop"
     swap_status: int = 0
     release_s: float = 0.0
@@ -177,8 +178,8 @@ class EngineDouble:
         began = time.monotonic()
         if body["request_id"].startswith("eval-"):
             await asyncio.sleep(self.behaviour.eval_s)
-        hangs = self.behaviour.hang(body)
-        while hangs and not aborted.is_set() and time.monotonic() - began < body["timeout_s"]:
+        hang = self.behaviour.hang  # of now: what a test changes is for those that come later
+        while hang(body) and not aborted.is_set() and time.monotonic() - began < body["timeout_s"]:
             await asyncio.sleep(0.01)
         for position in range(length):
             await asyncio.sleep(self.behaviour.token_s)

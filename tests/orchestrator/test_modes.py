@@ -159,7 +159,7 @@ def test_groups_outlive_a_step_that_takes_longer_than_they_may_when_their_engine
     tmp_path: Path,
 ) -> None:
     """They were cancelled, one batch after another: time asleep counted for ``loop.group_timeout_s``."""
-    with world(tmp_path, engines=1, train_s=1.5, colocated=True) as (url, engines, trainer):
+    with world(tmp_path, engines=1, train_s=2.9, colocated=True) as (url, engines, trainer):
         slept = list[int]()
 
         def asleep() -> bool:
@@ -169,7 +169,7 @@ def test_groups_outlive_a_step_that_takes_longer_than_they_may_when_their_engine
 
         engines[0].behaviour.asleep = asleep
         engines[0].behaviour.token_s = 0.1
-        loop = {"staleness_bound": 2, "group_timeout_s": 1.2}
+        loop = {"staleness_bound": 2, "group_timeout_s": 2.6}
         running = Running(context(tmp_path, url, run={"steps": 4}, sync={"mode": "async"}, loop=loop))
         running.join(60)
         flow = running.summary["flow"]["train"]
