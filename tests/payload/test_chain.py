@@ -21,7 +21,7 @@ from jaxrl_sync.transfer.payload.chain import Chain
 from jaxrl_sync.transfer.payload.chains import Chains
 from jaxrl_sync.transfer.payload.entries import compare, compare_numpy, union
 from jaxrl_sync.transfer.payload.sections import Section
-from jaxrl_sync.transfer.payload.seen import RETRY, Seen
+from jaxrl_sync.transfer.payload.seen import FIRST_RETRY, RETRY, Seen
 from jaxrl_sync.transfer.payload.settings import PayloadSettings
 from jaxrl_sync.transfer.payload.shadow import Shadow
 from jaxrl_sync.transfer.version import Version
@@ -209,6 +209,26 @@ def test_auto_takes_what_was_seen_to_be_faster() -> None:
     taken = _taken(seen, 0.040, 0.070, 0.058, range(3 * RETRY))
     assert taken[:4] == [False, True, True, False] and taken.count(True) <= 10
     assert sum(_taken(seen, 0.200, 0.070, 0.058, range(3 * RETRY, 5 * RETRY))) >= RETRY - 2  # a slower link
+
+
+@pytest.mark.parametrize("full_s", [0.040, 0.200])
+def test_everything_is_tried_where_it_was_never_sent(full_s: float) -> None:
+    """Frames were sent for ever to an engine whose first version had come another way."""
+    seen, taken = Seen(), list[bool]()
+    for number in range(4 * RETRY):
+        framed = bool(taken) and taken[-1]
+        based = not taken or framed or seen.base_wanted
+        frame = seen.frame_pays(Version("aaaaaaaaaaaa", number))
+        assert based or not frame
+        if frame:
+            seen.frame(0.058, after_full=not framed)
+        elif len(taken) < 2 * FIRST_RETRY:
+            pass  # half of the bytes came from elsewhere: that round says nothing
+        else:
+            seen.full(full_s)
+        taken.append(frame)
+    assert taken[:2] == [True, True] and taken.count(False) and taken.index(False) <= FIRST_RETRY + 2
+    assert (sum(taken[2 * RETRY :]) > RETRY) == (full_s > 0.058)
 
 
 def test_what_lost_by_far_is_tried_by_one_frame_and_what_lost_by_little_by_two() -> None:

@@ -6,6 +6,9 @@ only then, what it has done ahead not, and what overlaps counts once.
 The first frame after a full copy is dearer than those after it: the slot to fill first becomes equal to the
 serving one, by a copy of the edge. So a trial of frames is two versions in a row, of which the second counts,
 unless the first took so long that a copy of the edge can't be why.
+
+A receiver whose first version came another way has never been sent everything from here: that is tried as
+what lost is, and until it was timed frames are taken to be faster.
 """
 
 from __future__ import annotations
@@ -119,11 +122,11 @@ class Seen:
     @property
     def _unsettled(self) -> bool:
         """Whether more frames have to be seen before the two can be compared."""
-        if not (self._frame.known and self._full.known):
-            return True
         return not self._frame.warm and not self._hopeless
 
     def _prefers_frames(self, stay: float) -> bool:
+        if not self._full.known:
+            return True
         return self._frame.seconds < self._full.seconds * (stay if self._frames else 1 / stay)
 
     def _decide(self) -> bool:
