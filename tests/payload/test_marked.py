@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import re
 import weakref
 from typing import Any
 
@@ -14,10 +16,14 @@ import pytest
 from jaxrl_sync.sharding.paths import leaves_by_path, nested
 from jaxrl_sync.transfer import Version
 from jaxrl_sync.transfer.codec.rules import CodingRules
+from jaxrl_sync.transfer.delta import shards as shards_module
 from jaxrl_sync.transfer.delta.masks import marked_cast
 from jaxrl_sync.transfer.delta.shards import ShardEncoders
+from jaxrl_sync.transfer.errors import MismatchError
 from jaxrl_sync.transfer.lazy import DeviceShards
+from jaxrl_sync.transfer.payload import differences as differences_module
 from jaxrl_sync.transfer.payload.differences import Differences
+from jaxrl_sync.transfer.payload.inverse import Changes
 from jaxrl_sync.transfer.payload.marks import CHECK_EVERY, Marked, Marks
 from jaxrl_sync.transfer.payload.settings import PayloadSettings
 from tests.transfer.models import Rig, convert, host, same_bits, trainer_params
@@ -99,30 +105,37 @@ def test_marks_since_another_version_and_on_the_host_are_let_go(rig: Rig) -> Non
             assert publisher.stats()["marked_compares"] == 0
 
 
-def _followed(masks_of: Any, versions: int, form: Any = None) -> tuple[Differences, Marks, list[bool]]:
-    """Whether what is found equals a comparison, version by version; marks by ``masks_of(number, mask)``."""
+def _followed(masks_of: Any, versions: int, form: Any = None) -> tuple[Differences, Marks, list[bool | None]]:
+    """Whether what is found equals a comparison, version by version; marks by ``masks_of(number, mask)``.
+
+    None where nothing is known, so that receivers get everything.
+    """
     steps, marks = Steps({"w": jax.device_put(_weights(), jax.devices()[0])}), Marks()
     encoders = (ShardEncoders(1, form, interpret=form == "pallas") for _ in range(2))
     differences, plain = (Differences(e, 8, 1, m) for e, m in zip(encoders, (marks, None), strict=True))
-    user, keys, equal = object(), frozenset({(jax.devices()[0].id, "w")}), []
+    user, keys, equal = object(), frozenset({(jax.devices()[0].id, "w")}), list[bool | None]()
     for number in range(versions):
         version = Version("a", number)
-        for one in (differences, plain):
-            shards = DeviceShards(version, dict(steps.cast), one)
-            if number == 0:
-                one.follow(user, keys, shards)
-        if number:
-            found, wanted = (
-                one.since(user, DeviceShards(version, dict(steps.cast), one)) for one in (differences, plain)
-            )
-            assert found is not None and wanted is not None
-            pairs = [zip(a[k], b[k], strict=True) for a, b in zip(found, wanted, strict=True) for k in keys]
-            equal.append(all(np.array_equal(x, y) for pair in pairs for x, y in pair))
+        shards, other = (DeviceShards(version, dict(steps.cast), one) for one in (differences, plain))
+        if number == 0:
+            differences.follow(user, keys, shards)
+            plain.follow(user, keys, other)
+        else:
+            found, wanted = differences.since(user, shards), plain.since(user, other)
+            assert wanted is not None
+            equal.append(None if found is None else _same(found, wanted))
+            if found is None:
+                differences.follow(user, keys, shards)
         steps.step(number)
         made = steps.marked(dict(steps.cast), version)
         masks = {p: masks_of(number, m) for p, m in made.masks.items()}
         marks.take(Version("a", number + 1), Marked(made.tree, masks, made.wire, version))
     return differences, marks, equal
+
+
+def _same(found: list[Changes], wanted: list[Changes]) -> bool:
+    pairs = [zip(a[k], b[k], strict=True) for a, b in zip(found, wanted, strict=True) for k in b]
+    return all(np.array_equal(x, y) for pair in pairs for x, y in pair)
 
 
 def _weights() -> Any:
@@ -145,7 +158,9 @@ def test_missing_marks_are_noticed_by_the_check_and_never_used_again(
     less = lambda number, mask: mask & jnp.uint32(0xFFFF if number >= first else 0xFFFFFFFF)  # noqa: E731
     differences, marks, equal = _followed(less, CHECK_EVERY + 4)
     assert not marks.trusted and differences.marked == known_at
-    assert all(equal[known_at - 1 :]) and all(equal[: first or None])
+    # What was let out between two checks is made good by everything; the first check comes before that.
+    assert equal[known_at - 1] is (None if first else True)
+    assert all(equal[known_at:]) and all(equal[: first or None])
     assert [r.message for r in caplog.records if "aren't used any more" in r.message]
 
 
@@ -159,6 +174,74 @@ def test_marks_that_the_train_step_took_back_are_compared() -> None:
 
     differences, marks, equal = _followed(gone, 4)
     assert equal == [True] * 3 and differences.marked == 2 and marks.trusted
+
+
+@pytest.mark.parametrize("moment", ["before", "climb"])
+def test_marks_that_are_donated_while_they_are_read_are_compared(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The train step goes on while a link compares; a level more is encoded by the marks once again."""
+    between, start, dropped = Marks.between, shards_module._start, list[str]()
+
+    def drop(masks: dict[Any, jax.Array], at: str) -> None:
+        if masks and at == moment and len(dropped) < 2:
+            dropped.append(at)
+            for mask in masks.values():
+                mask.delete()
+
+    def then_gone(*args: Any) -> Any:
+        found = between(*args)
+        drop(found, "before")
+        return found
+
+    def started(encoder: Any, old: Any, new: Any, words: Any) -> Any:
+        finish = start(encoder, old, new, words)
+
+        def then_finished() -> Any:
+            drop(words or {}, "climb")
+            return finish()
+
+        return then_finished
+
+    monkeypatch.setattr(Marks, "between", then_gone)
+    monkeypatch.setattr(shards_module, "_start", started)
+    more = lambda number, mask: mask | jnp.uint32(0x01010101)  # noqa: E731  an eighth: more than there is room for
+    differences, marks, equal = _followed(more, 5)
+    assert equal == [True] * 4 and len(dropped) == 2 and marks.trusted and differences.marked == 4
+
+
+def test_marks_that_are_none_are_refused_where_they_are_published() -> None:
+    marks = Marks()
+    for mask, said in ((np.zeros((1, 1), np.uint32), "ndarray uint32[1, 1]"), (None, "NoneType")):
+        with pytest.raises(MismatchError, match=re.escape(f"marks of 'w' are {said}, expected jax's uint32")):
+            marks.take(Version("a", 1), Marked({}, {"w": mask}, {}, Version("a", 0)))  # type: ignore[dict-item]
+    with pytest.raises(MismatchError, match=r"'w' are ArrayImpl int32\[8\]"):
+        marks.take(Version("a", 1), Marked({}, {"w": jnp.zeros(8, jnp.int32)}, {}, Version("a", 0)))
+
+
+@pytest.mark.invariant(39)
+def test_what_missing_marks_let_out_is_made_good_by_everything_once_one_is_found(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(differences_module, "CHECK_EVERY", 3)
+    steps = Steps(trainer_params())
+    publisher = rig.publisher(nested(steps.masters), "tcp", payload=_settings())
+    subscriber = rig.subscriber(transport="tcp")
+    given: Any = nested(steps.masters)
+    seen = []
+    for number in range(7):
+        publisher.publish(given, Version("a", number))
+        update = subscriber.poll(15)
+        assert update is not None
+        payload = update.prepare().payload
+        seen.append((payload, same_bits(update.swap(), convert(nested(steps.masters)))))
+        steps.step(number)
+        given = steps.marked(nested(steps.masters), Version("a", number))
+        if number >= 1:  # versions 2 and 3 go out without what changed, the check at 4 finds out
+            given = dataclasses.replace(given, masks={p: jnp.zeros_like(m) for p, m in given.masks.items()})
+    right = ("full", True), ("frame", True)
+    assert seen == [*right, ("frame", False), ("frame", False), *right, ("frame", True)]
+    assert publisher.stats()["marked_compares"] == 4
 
 
 def test_marks_keep_no_tree_alive_and_only_the_newest_marks() -> None:

@@ -24,6 +24,8 @@ Key = tuple[int, str]
 
 Shards = Mapping[Key, jax.Array]
 
+Words = dict[str, jax.Array] | None
+
 FIRST_LEVEL = 1
 """Where encoders begin on the ladder: updates of a percent fit, and are compiled for at once."""
 
@@ -81,10 +83,12 @@ class ShardEncoders:
         encoders take, and where a device had no room for the comparison (one line in the log). All devices
         work side by side; blocks until the last one is through. Of shards with ``marks`` (u32[1, words], a
         bit per element, see `masks`) only what is marked is read; marks of what didn't change are dropped.
+        Those that are donated meanwhile are done without.
         """
         keys, marks = list(keys), marks or {}
         found: dict[Key, list[Delta] | None] = dict.fromkeys(keys)
-        running: list[tuple[int, Encoder, Callable[[], dict[str, list[Encoded] | None]]]] = []
+        running: list[tuple[int, Words, Encoder, Callable[[], dict[str, list[Encoded] | None]]]] = []
+        unmarked = list[Key]()
         for device, paths in _by_device(new, keys).items():
             for marked in (False, True):
                 chosen = [path for path in paths if ((device, path) in marks) == marked]
@@ -93,14 +97,16 @@ class ShardEncoders:
                 try:
                     if chosen:
                         encoder = self._encoder(device, new, chosen, marked)
-                        running.append((device, encoder, _start(encoder, before, after, words)))
-                except jax.errors.JaxRuntimeError as error:
-                    _warn(device, error)
-        for device, encoder, finish in running:
+                        running.append((device, words, encoder, _start(encoder, before, after, words)))
+                except RuntimeError as error:
+                    unmarked += _excused(device, words, error)
+        for device, words, encoder, finish in running:
             try:
                 found.update(_collected(device, encoder, finish()))
-            except jax.errors.JaxRuntimeError as error:
-                _warn(device, error)
+            except RuntimeError as error:
+                unmarked += _excused(device, words, error)
+        if unmarked:
+            found.update(self.compare(old, new, unmarked))
         return {key: _changed_only(found[key]) if key in marks else found[key] for key in found}
 
     def _encoder(self, device: int, shards: Shards, paths: list[str], marked: bool = False) -> Encoder:
@@ -122,8 +128,21 @@ class ShardEncoders:
         return encoder
 
 
+def _excused(device: int, words: Words, error: RuntimeError) -> list[Key]:
+    """The shards to compare without marks, where the train step took those back meanwhile.
+
+    For what else a device says the host compares; any other error is raised.
+    """
+    if words and any(word.is_deleted() for word in words.values()):
+        return [(device, path) for path in words]
+    if not isinstance(error, jax.errors.JaxRuntimeError):
+        raise error
+    _warn(device, error)
+    return []
+
+
 def _start(
-    encoder: Encoder, old: dict[str, jax.Array], new: dict[str, jax.Array], words: dict[str, jax.Array] | None
+    encoder: Encoder, old: dict[str, jax.Array], new: dict[str, jax.Array], words: Words
 ) -> Callable[[], dict[str, list[Encoded] | None]]:
     if words is None:
         return encoder.start(old, new)

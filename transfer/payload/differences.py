@@ -51,7 +51,8 @@ class Differences:
     """Thread-safe; a comparison is made under the lock, so that whoever asks second finds it done.
 
     At most ``history`` differences are kept for users that lag, and half an export's worth of bytes. Shards
-    that are marked (``marks``) aren't compared, but for the first time and every `CHECK_EVERY` times.
+    that are marked (``marks``) aren't compared, but for the first time and every `CHECK_EVERY` times. Where
+    marks turn out to be wrong after some were used unchecked, every user has to follow anew.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Differences:
         self.marked = 0
         """Those of them for which marks were used."""
         self._marks = marks or Marks()
+        self._unproven = False  # whether marks were used that weren't held against a comparison
         self.compare_s = 0.0
         self._encoders = encoders
         self._history = history
@@ -136,6 +138,10 @@ class Differences:
             self._steps.append(Difference(baseline.version, shards.version, changes))
             self.compares += 1
             self.compare_s += time.perf_counter() - start
+            if self._unproven and not self._marks.trusted:
+                # What marks have missed before is in no step. Without steps users follow anew, and whatever
+                # their receivers hold, they get everything.
+                self._steps, self._unproven = [], False
         self._baseline = shards
 
     def _compare(self, old: DeviceShards, new: DeviceShards) -> dict[Key, Local]:
@@ -144,6 +150,7 @@ class Differences:
         found = self._found(old, new, keys, marks)
         if marks:
             self.marked += 1
+            self._unproven |= self.marked % CHECK_EVERY != 1
             if self.marked % CHECK_EVERY == 1:
                 compared = self._found(old, new, list(marks), {})
                 wrong = sorted(k for k in marks if not _equal(found[k], compared[k]))

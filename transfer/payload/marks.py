@@ -1,7 +1,8 @@
 """Marks of what changed, made where the change was made: in the train step, at the cast to the wire dtype.
 
 They spare devices the reading of both versions: positions come out of one bit per element, new and old bits
-are read there alone. A mark that is missing would be a wrong weight, so comparisons check on marks.
+are read there alone. A mark that is missing is a wrong weight, so comparisons check on marks now and then.
+Between two checks it goes out unseen; where a check finds one, everybody gets everything once.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
+from jaxrl_sync.transfer.errors import MismatchError
 from jaxrl_sync.transfer.version import Version
 
 CHECK_EVERY = 16
@@ -53,9 +56,14 @@ class Marks:
         self.trusted = True
 
     def take(self, version: Version, given: Any) -> Any:
-        """The tree that was given; its marks, where it has some, are remembered."""
+        """The tree that was given; its marks, where it has some, are remembered. MismatchError."""
         if not isinstance(given, Marked):
             return given
+        for path, mask in given.masks.items():
+            if not isinstance(mask, jax.Array) or mask.dtype != np.uint32 or mask.ndim != 2:
+                raise MismatchError(
+                    f"marks of {path!r} are {_said(mask)}, expected jax's uint32[shards, words]"
+                )
         dtypes = {path: jax.ShapeDtypeStruct((), x.dtype) for path, x in given.wire.items()}
         kept = dataclasses.replace(given, tree=None, wire=dtypes)  # no array but the marks themselves
         with self._lock:
@@ -75,8 +83,7 @@ class Marks:
         words = {
             (shard.device.id, path): shard.data
             for path, mask in marked.masks.items()
-            if not mask.is_deleted()
-            for shard in mask.addressable_shards
+            for shard in _shards_of(mask)
         }
         found = {}
         for device, name in keys:
@@ -90,6 +97,21 @@ class Marks:
         """Never use marks again; one line in the log."""
         self.trusted = False
         logger.error("marks of changes aren't used any more: %s", reason)
+
+
+def _shards_of(mask: jax.Array) -> Sequence[jax.Shard]:
+    """None of one that the train step took back: it may do so at any moment."""
+    try:
+        return mask.addressable_shards
+    except RuntimeError:
+        if mask.is_deleted():
+            return ()
+        raise
+
+
+def _said(mask: object) -> str:
+    shape = getattr(mask, "shape", None)
+    return type(mask).__name__ if shape is None else f"{type(mask).__name__} {mask.dtype}{list(shape)}"  # type: ignore[attr-defined]
 
 
 def _path_of(name: str, part: jax.Array, wire: Mapping[str, Any]) -> str:
