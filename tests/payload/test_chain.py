@@ -13,6 +13,7 @@ import pytest
 
 from jaxrl_sync.sharding import CopyTable
 from jaxrl_sync.sharding.digests import copies_digest
+from jaxrl_sync.transfer.codec import frame, positions
 from jaxrl_sync.transfer.codec.errors import CorruptFrame, FrameError, TruncatedFrame, WrongBase, WrongPlan
 from jaxrl_sync.transfer.codec.rules import CodingRules
 from jaxrl_sync.transfer.payload import settings
@@ -324,6 +325,18 @@ def _ready() -> tuple[Receiver, Chain, Tree, Version]:
     return receiver, chain, stepped(tree, 0.05, rng), Version("aaaaaaaaaaaa", 4)
 
 
+def _every_element_by_xor(receiver: Receiver, chain: Chain, version: Version) -> bytearray:
+    """No sender makes one, and its bits would be taken for new ones."""
+    base = receiver.shadow.base(receiver.serving)
+    assert base is not None
+    coding = frame.Coding(positions.Coding("all"), "xor")
+    changes = [
+        frame.Changes(s.elements, None, np.ones(s.elements, f"<u{s.itemsize}"), "xor") for s in chain.sections
+    ]
+    head = frame.Head(PLAN, base, version, EDGE.source_process, EDGE.target_process)
+    return frame.encode(head, changes, [coding] * len(changes))
+
+
 def _refused(receiver: Receiver, data: Any, version: Version, error: type[Exception]) -> None:
     assert receiver.serving is not None
     before = bytes(receiver.serving.data)
@@ -350,6 +363,7 @@ def test_bad_frames_are_refused_and_a_good_one_still_fits() -> None:
     assert other is not None
     _refused(receiver, other.data, version, WrongPlan)
     _refused(receiver, b"", version, FrameError)
+    _refused(receiver, _every_element_by_xor(receiver, chain, version), version, FrameError)
     receiver.take(chain, version, tree)
     receiver.swap(version)
     assert receiver.holds(tree)

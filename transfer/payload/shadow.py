@@ -16,6 +16,7 @@ from jaxrl_sync.sharding import Copy, CopyTable, Edge, SlotLayout
 from jaxrl_sync.sharding.digests import add_digests, copies_digest
 from jaxrl_sync.transfer.codec import frame, native
 from jaxrl_sync.transfer.codec.bits import Bits
+from jaxrl_sync.transfer.codec.errors import FrameError
 from jaxrl_sync.transfer.payload.places import Index, Places, slot_origin
 from jaxrl_sync.transfer.payload.sections import (
     Digests,
@@ -158,6 +159,8 @@ class Shadow:
         found.check_versions(base, version)
         assert base is not None
         changes = found.sections([s.key for s in self._sections])
+        if any(c.positions is None and c.kind != "overwrite" for c in changes):
+            raise FrameError("a section of every element says what to change, expected the new bits")
         before = self._content.get(slot.generation)
         self.spoiled(slot)
         behind = self._catch_up(slot, serving, before, base) | self._caught.pop(slot.generation, frozenset())
