@@ -83,7 +83,7 @@ class Holding:
     def allocate(self) -> None:
         """Make all slots. ResourceError when they don't fit."""
         for _ in range(self._config.slots):
-            self.slots.append(Slot(self._target, self._memory()))
+            self.slots.append(self._slot())
 
     def _memory(self) -> SharedMemory | PrivateMemory:
         nbytes = self._target.slot.total_bytes
@@ -91,6 +91,15 @@ class Holding:
         if wanted in ("tcp", "verbs") or (wanted == "auto" and not SHM_DIR.is_dir()):
             return PrivateMemory(nbytes)
         return SharedMemory(self._run_id, nbytes)
+
+    def _slot(self) -> Slot:
+        """A slot with memory of its own, which goes where jax makes no arrays over it."""
+        memory = self._memory()
+        try:
+            return Slot(self._target, memory)
+        except BaseException:
+            memory.close()
+            raise
 
     # The engine's thread.
 
@@ -184,7 +193,7 @@ class Holding:
         if not kept:
             self._prefixes.pop(index, None)
         old.close()
-        fresh = fresh or Slot(self._target, self._memory())
+        fresh = fresh or self._slot()
         with self._changed:
             if not self._closed:
                 self.slots[index] = fresh
@@ -195,7 +204,7 @@ class Holding:
     def _copied(self, old: Slot, keep: frozenset[str]) -> Slot | None:
         """Another slot with these tensors of the old one; None where there is no room for both."""
         try:
-            fresh = Slot(self._target, self._memory())
+            fresh = self._slot()
         except ResourceError as full:
             logger.info("nothing of the interrupted version is kept: %s", full)
             return None

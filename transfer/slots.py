@@ -42,7 +42,8 @@ class Target:
 
     @classmethod
     def of(cls, tree: Any, process: int) -> Target:
-        """From a tree of ``jax.ShapeDtypeStruct`` (or arrays) with shardings. MismatchError without them."""
+        """From a tree of ``jax.ShapeDtypeStruct`` (or arrays) with shardings. MismatchError without them, or
+        where a shape doesn't divide over its devices: jax makes no array of it."""
         shardings = {}
         for path, leaf in leaves_by_path(tree, "target").items():
             sharding = getattr(leaf, "sharding", None)
@@ -51,6 +52,10 @@ class Target:
                     f"target leaf {path!r} is {type(leaf).__name__} without a sharding, "
                     "expected jax.ShapeDtypeStruct(shape, dtype, sharding=...)"
                 )
+            try:
+                sharding.shard_shape(tuple(leaf.shape))
+            except ValueError as error:
+                raise MismatchError(f"target leaf {path!r}: {error}") from error
             shardings[path] = sharding
         layout = Layout.of(tree)
         if not layout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from jaxrl_sync.sharding import Edge, SlotLayout
 from jaxrl_sync.sharding.native import kernels
 from jaxrl_sync.transfer import Version
-from jaxrl_sync.transfer.errors import TransferError
+from jaxrl_sync.transfer.errors import MismatchError, TransferError
 from jaxrl_sync.transfer.memory import PrivateMemory, SharedMemory
 from jaxrl_sync.transfer.slots import Slot, Target
 from jaxrl_sync.transfer.transports.shm import ShmSender
@@ -23,10 +24,12 @@ from tests.transfer.models import (
     convert,
     engine_target,
     memory_of,
+    mesh,
     same_bits,
     segments,
     take,
     trainer_params,
+    until,
 )
 
 
@@ -109,8 +112,10 @@ def test_exports_lie_in_the_same_buffers_again_unless_a_transfer_still_reads_the
 
     places = []
     for number in range(6):
-        places.append(publish(number)[0])
+        found, held = publish(number)
+        places.append(found)
         assert same_bits(take(subscriber)[1], convert(trainer_params(seed=number)))
+        until(lambda of=held: [sys.getrefcount(s) for s in of._shards.values()] == [3])  # none of a thread's
     assert places[5] == places[3] and places[4] == places[2] and places[4] != places[5]
     (kind,) = publisher._kinds
     _, held = publish(6)
@@ -119,3 +124,24 @@ def test_exports_lie_in_the_same_buffers_again_unless_a_transfer_still_reads_the
     for number in (7, 8):
         publish(number)
     assert all((read[key].view("uint8") == before[key].view("uint8")).all() for key in read)
+
+
+def test_a_target_that_does_not_divide_over_its_devices_is_named(rig: Rig) -> None:
+    halves = jax.sharding.NamedSharding(mesh((2,), ("tp",), 4), jax.sharding.PartitionSpec("tp"))
+    uneven = jax.ShapeDtypeStruct((3, 4), jnp.float32, sharding=halves)
+    with pytest.raises(MismatchError, match=r"target leaf 'w/odd': .*axis 0 is partitioned 2 times"):
+        rig.subscriber(target={"w": {"odd": uneven}})
+
+
+def test_a_slot_that_jax_makes_no_arrays_over_leaves_no_memory(
+    rig: Rig, token_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its segment stayed until the process ended, beside each of those that came after it."""
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("RESOURCE_EXHAUSTED: made up")
+
+    monkeypatch.setattr("jaxrl_sync.transfer.slots._assemble", fail)
+    with pytest.raises(RuntimeError, match="made up"):
+        rig.subscriber()
+    assert segments(token_file) == []
