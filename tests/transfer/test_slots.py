@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 from pathlib import Path
@@ -101,6 +102,11 @@ def test_a_slot_of_another_size_is_refused_with_both_sizes() -> None:
         memory.close()
 
 
+def unread(held: Any) -> bool:
+    """Whether no thread has the shards of a version any more: beside what holds them only this loop."""
+    return [sys.getrefcount(shards) for shards in held._shards.values()] == [3]
+
+
 def test_exports_lie_in_the_same_buffers_again_unless_a_transfer_still_reads_them(rig: Rig) -> None:
     publisher, subscriber = rig.publisher(trainer_params()), rig.subscriber()
 
@@ -115,7 +121,7 @@ def test_exports_lie_in_the_same_buffers_again_unless_a_transfer_still_reads_the
         found, held = publish(number)
         places.append(found)
         assert same_bits(take(subscriber)[1], convert(trainer_params(seed=number)))
-        until(lambda of=held: [sys.getrefcount(s) for s in of._shards.values()] == [3])  # none of a thread's
+        until(functools.partial(unread, held))
     assert places[5] == places[3] and places[4] == places[2] and places[4] != places[5]
     (kind,) = publisher._kinds
     _, held = publish(6)
