@@ -88,6 +88,13 @@ extern pthread_mutex_t fake_lock;
 extern struct qp *fake_qps;
 extern struct mr *fake_mrs;
 
+#define LOCKED(statement)                                                                                             \
+    do {                                                                                                              \
+        pthread_mutex_lock(&fake_lock);                                                                               \
+        statement;                                                                                                    \
+        pthread_mutex_unlock(&fake_lock);                                                                             \
+    } while (0)
+
 /* wire.c, all with fake_lock held */
 void fake_progress(void);
 void fake_flush(struct qp *qp);
