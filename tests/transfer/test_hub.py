@@ -19,7 +19,7 @@ from jaxrl_sync.transfer import auth
 from jaxrl_sync.transfer.errors import AuthError, DeadlineError, PeerLost, ResourceError
 from jaxrl_sync.transfer.hub import machine
 from jaxrl_sync.transfer.hub.client import HubClient, HubRefused
-from jaxrl_sync.transfer.hub.server import run_hub
+from jaxrl_sync.transfer.hub.server import Hub, run_hub
 from jaxrl_sync.transfer.hub.state import HubState, MemberKey
 from jaxrl_sync.transfer.version import Version
 from tests.transfer.models import ServerThread
@@ -245,7 +245,16 @@ def test_a_client_that_never_finishes_its_headers_is_cut_off(
 
 
 @pytest.mark.invariant(28)
-def test_a_hub_that_ends_answers_its_long_polls(token_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hub_that_ends_answers_its_long_polls(
+    token_file: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    polled, real = threading.Event(), Hub.poll
+
+    async def hear(self: Hub, *question: Any) -> Any:
+        polled.set()
+        return await real(self, *question)
+
+    monkeypatch.setattr(Hub, "poll", hear)
     hub = ServerThread(token_file)
     answers: list[Any] = []
     with HubClient(hub.url, token_file, timeout_s=0.2) as client:
@@ -253,7 +262,7 @@ def test_a_hub_that_ends_answers_its_long_polls(token_file: Path, caplog: pytest
             target=lambda: answers.append(client.call("/v1/newest", {"model": "m", "timeout_s": 60}, 60))
         )
         poll.start()
-        time.sleep(0.3)
+        assert polled.wait(60)
         start = time.monotonic()
         hub.close()
         poll.join(60)
