@@ -176,7 +176,7 @@ def test_marks_that_the_train_step_took_back_are_compared() -> None:
     assert equal == [True] * 3 and differences.marked == 2 and marks.trusted
 
 
-@pytest.mark.parametrize("moment", ["before", "climb"])
+@pytest.mark.parametrize("moment", ["before", "start", "climb"])
 def test_marks_that_are_donated_while_they_are_read_are_compared(
     moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +195,9 @@ def test_marks_that_are_donated_while_they_are_read_are_compared(
         return found
 
     def started(encoder: Any, old: Any, new: Any, words: Any) -> Any:
+        drop(words or {}, "start")
+        if dropped[-1:] == ["start"] and words and next(iter(words.values())).is_deleted():
+            raise ValueError("INVALID_ARGUMENT: Buffer has been deleted or donated.")  # as jax says it then
         finish = start(encoder, old, new, words)
 
         def then_finished() -> Any:

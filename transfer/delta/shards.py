@@ -26,6 +26,10 @@ Shards = Mapping[Key, jax.Array]
 
 Words = dict[str, jax.Array] | None
 
+FROM_DEVICES = (RuntimeError, ValueError)
+"""What jax raises for what a device can't do, `jax.errors.JaxRuntimeError` among them, and for an array that
+was donated: a ValueError where that happens while a program is being started with it."""
+
 FIRST_LEVEL = 1
 """Where encoders begin on the ladder: updates of a percent fit, and are compiled for at once."""
 
@@ -98,12 +102,12 @@ class ShardEncoders:
                     if chosen:
                         encoder = self._encoder(device, new, chosen, marked)
                         running.append((device, words, encoder, _start(encoder, before, after, words)))
-                except RuntimeError as error:
+                except FROM_DEVICES as error:
                     unmarked += _excused(device, words, error)
         for device, words, encoder, finish in running:
             try:
                 found.update(_collected(device, encoder, finish()))
-            except RuntimeError as error:
+            except FROM_DEVICES as error:
                 unmarked += _excused(device, words, error)
         if unmarked:
             found.update(self.compare(old, new, unmarked))
@@ -128,7 +132,7 @@ class ShardEncoders:
         return encoder
 
 
-def _excused(device: int, words: Words, error: RuntimeError) -> list[Key]:
+def _excused(device: int, words: Words, error: Exception) -> list[Key]:
     """The shards to compare without marks, where the train step took those back meanwhile.
 
     For what else a device says the host compares; any other error is raised.
