@@ -20,7 +20,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxrl_sync.sharding.errors import MappingError
 
 _SPOKEN = re.compile(
-    r"not found in mesh|axis name|non-empty mesh|set a mesh|_specs argument|marked as manual|[Ss]harding\b"
+    r"not found in mesh|axis name|non-empty mesh|set a mesh|_specs argument|_specs passed|marked as manual|"
+    r"[Ss]harding\b"
 )
 _AXES = ("axes", "axis_name", "axis_names", "names")
 """What jax calls the axes of a collective, in the frames of its assertions."""

@@ -11,13 +11,13 @@ import sys
 import time
 from collections.abc import Sequence
 
-import jax.numpy as jnp
+import jax
 
 from jaxrl_sync.sharding.command_line import Parser
 from jaxrl_sync.sharding.correspondence import Correspondence
 from jaxrl_sync.sharding.describe import seconds, traffic
 from jaxrl_sync.sharding.errors import MappingError, UserError
-from jaxrl_sync.sharding.layout import Layout, Placement, TensorLayout
+from jaxrl_sync.sharding.layout import Layout, Placement, TensorLayout, dtype_of
 from jaxrl_sync.sharding.paper import PaperMesh, layout, split_first
 from jaxrl_sync.sharding.paths import nearest
 from jaxrl_sync.sharding.planning import Plan, plan
@@ -37,11 +37,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", required=True, help=", ".join(MODELS))
     p.add_argument("--source", required=True, metavar="AXES", help='trainer mesh, as "fsdp=256"')
     p.add_argument("--target", required=True, metavar="AXES", help='mesh of one engine, as "tp=8,ep=16"')
-    p.add_argument("--replicas", type=int, default=1, metavar="N", help="engines of that mesh (default 1)")
+    p.add_argument(
+        "--replicas", type=_positive, default=1, metavar="N", help="engines of that mesh (default 1)"
+    )
     p.add_argument("--receivers", choices=("device", "node"), default="device", help="who gets a copy")
-    p.add_argument("--devices-per-node", type=int, default=8)
-    p.add_argument("--nics-per-node", type=int, default=8)
-    p.add_argument("--gbit", type=int, default=400, help="rate of one NIC in Gb/s")
+    p.add_argument("--devices-per-node", type=_positive, default=8)
+    p.add_argument("--nics-per-node", type=_positive, default=8)
+    p.add_argument("--gbit", type=_positive, default=400, help="rate of one NIC in Gb/s")
     p.add_argument("--dtype", default="bfloat16", help="what travels (default bfloat16)")
     p.add_argument(
         "--stacked-experts", action="store_true", help="engine keeps experts in one tensor per layer"
@@ -49,6 +51,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--explain", metavar="PATH", help="also explain one engine tensor")
     p.add_argument("--figure", metavar="FILE", help="also draw who sends what to whom")
     return p
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, found {text!r}")
+    return int(text)
 
 
 def paper_source(cfg: family.FamilyConfig, mesh: PaperMesh) -> Layout:
@@ -92,12 +100,12 @@ def paper_target(cfg: family.FamilyConfig, mesh: PaperMesh, corr: Correspondence
 
 def paper_plan(args: argparse.Namespace) -> Plan:
     """The plan that the arguments describe."""
-    cfg = model(args.model)
+    cfg, dtype = model(args.model), dtype_of(args.dtype)
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise MappingError(f"--dtype: jax has no {dtype} unless jax_enable_x64 is set")
     source_mesh = PaperMesh.parse(args.source, args.devices_per_node)
     source = paper_source(cfg, source_mesh)
-    convert = functools.partial(
-        family.convert, cfg=cfg, dtype=jnp.dtype(args.dtype), per_expert=not args.stacked_experts
-    )
+    convert = functools.partial(family.convert, cfg=cfg, dtype=dtype, per_expert=not args.stacked_experts)
     corr = trace(convert, source)
     target = paper_target(cfg, PaperMesh.parse(args.target, args.devices_per_node), corr)
     topology = Topology(rate=args.nics_per_node * args.gbit * GIGABIT)
@@ -138,6 +146,14 @@ def _replicas(made: Plan, count: int) -> str:
     return "\n".join(lines)
 
 
+def _draw(made: Plan, file: str) -> None:
+    picture = made.figure()
+    try:
+        picture.savefig(file)
+    except (OSError, ValueError) as error:  # no such folder; no such format
+        raise UserError(f"--figure {file}: {error}") from error
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the report of a plan on paper; returns the exit code (2: bad command line or mapping)."""
     args = parser().parse_args(argv)
@@ -147,13 +163,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         took = time.perf_counter() - started
         print(f"{args.model}: {model(args.model).num_params / 1e9:.1f} G parameters, planned in {took:.1f} s")
         print(made.report())
-        print(beside_published(made, jnp.dtype(args.dtype).itemsize))
+        print(beside_published(made, dtype_of(args.dtype).itemsize))
         if args.replicas > 1:
             print(_replicas(made, args.replicas))
         if args.explain:
             print(made.explain(args.explain))
         if args.figure:
-            made.figure().savefig(args.figure)
+            _draw(made, args.figure)
     except UserError as error:
         print(f"jaxrl-sync: error: {error}", file=sys.stderr)
         return error.exit_code

@@ -12,6 +12,9 @@ from collections.abc import Iterable
 
 from jaxrl_sync.sharding.errors import MappingError
 
+_MOST_BITS = 1024
+"""Of an integer that is read: strangers could else send one whose decoding takes minutes."""
+
 
 def digest(data: bytes) -> str:
     """BLAKE2b-128 of ``data`` as 32 hexadecimal digits."""
@@ -82,6 +85,8 @@ class Reader:
             if byte < 128:
                 break
             shift += 7
+            if shift > _MOST_BITS:
+                raise MappingError(f"{self._what}: an integer of more than {_MOST_BITS} bits at {self._at}")
         return -((rest + 1) >> 1) if rest & 1 else rest >> 1
 
     def count(self) -> int:

@@ -27,6 +27,8 @@ class DevicePool:
     def fill(self, arrays: Mapping[str, Any], done: Callable[[str], None] | None = None) -> dict[str, Any]:
         """Path -> target array, over the shards of the last result."""
         old, self._shards = self._shards, None
+        if old is not None and any(x.is_deleted() for x in old.values()):
+            old = None  # its arrays were deleted or donated, and their memory with them
         self._shards = self.path.execute(arrays, old, done)
         return global_arrays(self._target, self._shards, self.shardings)
 

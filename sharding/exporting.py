@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,7 +17,7 @@ from jaxrl_sync.sharding.axis_types import auto_twin, no_mesh, writes_shardings
 from jaxrl_sync.sharding.box import Box
 from jaxrl_sync.sharding.errors import MappingError
 from jaxrl_sync.sharding.interpret import NodeKey, evaluate
-from jaxrl_sync.sharding.known import bind_in_context
+from jaxrl_sync.sharding.known import bind, bind_in_context
 from jaxrl_sync.sharding.layout import Layout, Placement, Shard, TensorLayout, dtype_of
 from jaxrl_sync.sharding.paths import leaves_by_path, nearest
 
@@ -47,6 +47,10 @@ def _sharding_parent(leaf: Leaf, shapes: dict[str, tuple[int, ...]]) -> str | No
 def _largest(leaf: Leaf, shapes: dict[str, tuple[int, ...]], known: Any) -> str:
     """The parameter whose devices a computed leaf without a parent of its shape is spread over."""
     params = leaf.params or tuple(sorted(known))
+    if not params:
+        raise MappingError(
+            f"computed leaf {leaf.name!r}: there is no parameter whose devices could compute it"
+        )
     return max(params, key=lambda p: (math.prod(shapes[p]), p))
 
 
@@ -108,25 +112,33 @@ def export(corr: Correspondence, params: Any, into: dict[str, Any] | None = None
         key = (names, tuple(a.sharding for a in inputs.values()), bool(old))
         if key not in corr._export_cache:
             corr._export_cache[key] = _compiled(corr, names, inputs)
-        exported.update(corr._export_cache[key](inputs, old))
+        try:
+            exported.update(corr._export_cache[key](inputs, old))
+        except (TypeError, ValueError, NotImplementedError) as error:  # found while jax lowers the program
+            if isinstance(error, MappingError) or not (made := _computed(corr, names)):
+                raise
+            raise MappingError(
+                f"computing {_brief(made)} on the source's devices: {_reason(error)}"
+            ) from error
     return {leaf.name: exported[leaf.name] for leaf in corr.exported}
 
 
 def _groups(corr: Correspondence, arrays: dict[str, Any]) -> list[tuple[tuple[str, ...], list[str]]]:
     """(leaf names, parameters they need) per set of devices: one jitted program runs on one set."""
+    shapes = {path: shape for path, (shape, _) in corr.params.items()}
     groups: dict[Any, list[Leaf]] = {}
+    inputs: dict[Any, set[str]] = {}
     for leaf in corr.exported:
-        needed = leaf.params or tuple(corr.params)[:1]
+        needed = leaf.params or (_largest(leaf, shapes, corr.params),)
         frozen = {frozenset(arrays[p].sharding.device_set) for p in needed}
         if len(frozen) != 1:
             raise MappingError(
                 f"computed leaf {leaf.name!r} needs parameters from {len(frozen)} sets of devices"
             )
-        groups.setdefault(frozen.pop(), []).append(leaf)
-    return [
-        (tuple(leaf.name for leaf in leaves), sorted({p for leaf in leaves for p in leaf.params}))
-        for leaves in groups.values()
-    ]
+        where = frozen.pop()
+        groups.setdefault(where, []).append(leaf)
+        inputs.setdefault(where, set()).update(needed)
+    return [(tuple(leaf.name for leaf in groups[where]), sorted(inputs[where])) for where in groups]
 
 
 def _compiled(
@@ -171,22 +183,30 @@ def _evaluate(corr: Correspondence, computed: list[Leaf], given: dict[str, Any])
         for p in program.paths
     ]
     base = {leaf.name: program.nodes[leaf.name] for leaf in computed}
-    if program.writes_shardings:
-        _, found = _on_explicit_axes(program, args, base)
-    else:
-        _, found = evaluate(program.closed, args, set(base.values()))
+    run, axes = (bind_in_context, "Explicit") if program.writes_shardings else (bind, "Auto")
+
+    def named(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+        try:
+            return run(eqn, operands)
+        except Exception as error:  # shapes and dtypes were right when it was traced: only shardings are new
+            words = f"over the source's {axes} axes: {eqn.primitive.name}: {_reason(error)}"
+            raise MappingError(f"computing {_brief(base)} {words}") from error
+
+    _, found = evaluate(program.closed, args, set(base.values()), run=named)
     return {name: found[node] for name, node in base.items()}
 
 
-def _on_explicit_axes(
-    program: Program, args: list[Any], nodes: dict[str, NodeKey]
-) -> tuple[Any, dict[NodeKey, Any]]:
-    try:
-        return evaluate(program.closed, args, set(nodes.values()), run=bind_in_context)
-    except Exception as error:  # shapes and dtypes were right when it was traced: only shardings are new
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        leaves = ", ".join(map(repr, nodes))
-        raise MappingError(f"computing {leaves} over the source's Explicit axes: {reason}") from error
+def _reason(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _computed(corr: Correspondence, names: tuple[str, ...]) -> list[str]:
+    return [leaf.name for leaf in corr.exported if leaf.kind == "computed" and leaf.name in names]
+
+
+def _brief(names: Collection[str]) -> str:
+    first, more = [*map(repr, names)][:3], len(names) - 3
+    return ", ".join(first) + (f" and {more} more" if more > 0 else "")
 
 
 def _out_sharding(leaf: Leaf, shapes: dict[str, tuple[int, ...]], inputs: dict[str, Any]) -> Any:

@@ -67,7 +67,7 @@ def inner_program(eqn: Any) -> ClosedJaxpr | None:
 
 _WRAPPERS = frozenset(
     "pjit jit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr remat remat2 "
-    "checkpoint custom_lin run_state core_closed_call".split()
+    "checkpoint custom_lin core_closed_call".split()
 )
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import numpy.typing as npt
 
 from jaxrl_sync.sharding.errors import MappingError
 from jaxrl_sync.sharding.fragments import normal, row_major
@@ -66,8 +65,10 @@ class Known:
             raise MappingError(f"a constant of type {dtype} can't be a part of the weights")
         return dtype
 
-    def array(self) -> npt.NDArray[Any]:
-        """Written out, as a read-only view."""
+    def array(self) -> Any:
+        """Written out, as a read-only view; keys, which have no numpy form, as they are."""
+        if not isinstance(self.small.dtype, np.dtype):
+            return self.small
         return np.broadcast_to(np.asarray(self.small), self.shape)
 
     def cast(self, dtype: np.dtype[Any]) -> Known:

@@ -9,6 +9,9 @@ from jaxrl_sync.sharding.errors import MappingError
 
 MAGIC = b"jaxrl.layout\x01"
 
+_LIMIT = 1 << 31
+"""Of the numbers of devices and processes."""
+
 Held = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 """Device, process, and the box's start and stop."""
 
@@ -31,7 +34,12 @@ class Manifest:
             for _ in range(read.count()):
                 device, process = read.integer(), read.integer()
                 start = tuple(read.integer() for _ in shape)
-                shards.append((device, process, start, tuple(read.integer() for _ in shape)))
+                stop = tuple(read.integer() for _ in shape)
+                if not (0 <= device < _LIMIT > process >= 0 and all(0 <= i < 1 << 56 for i in start + stop)):
+                    raise MappingError(
+                        f"layout: impossible shard {start}:{stop} of device {device}, {process}"
+                    )
+                shards.append((device, process, start, stop))
             placements.append((shape, tuple(shards)))
         tensors = {}
         for _ in range(read.count()):

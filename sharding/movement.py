@@ -122,7 +122,9 @@ def _fill_value(given: Any, dtype: np.dtype[Any]) -> Any:
     return np.asarray(True if dtype.kind == "b" else np.nan, dtype)
 
 
-def _scatter(_: Interpreter, params: Params, args: list[Any], __: Sequence[Any]) -> list[Value]:
+def _scatter(_: Interpreter, params: Params, args: list[Any], __: Sequence[Any]) -> list[Value] | None:
+    if params.get("update_jaxpr") is not None:  # `apply` of jax.numpy: a function of what is there
+        return None
     return [scatter(args[0], args[1].array(), args[2], params)]
 
 

@@ -12,6 +12,9 @@ from jaxrl_sync.sharding.box import Box
 from jaxrl_sync.sharding.errors import MappingError
 from jaxrl_sync.sharding.layout import Layout, Placement, Shard, TensorLayout, chunk
 
+MOST_DEVICES = 1 << 20
+"""Of a mesh on paper: each of them is written out."""
+
 Spec = tuple[str | tuple[str, ...] | None, ...]
 
 
@@ -28,12 +31,15 @@ class PaperMesh:
         axes = []
         for part in text.split(","):
             name, equals, size = part.strip().partition("=")
-            if not (name and equals and size.isdigit() and int(size) > 0):
+            if not (name and equals and size.isascii() and size.isdigit() and int(size) > 0):
                 raise MappingError(f"mesh {text!r}: expected NAME=SIZE[,NAME=SIZE...], found {part!r}")
             axes.append((name, int(size)))
         if len({n for n, _ in axes}) != len(axes):
             raise MappingError(f"mesh {text!r} names an axis twice")
-        return cls(tuple(axes), per_process)
+        made = cls(tuple(axes), per_process)
+        if made.size > MOST_DEVICES:
+            raise MappingError(f"mesh {text!r} has {made.size:,} devices, expected at most {MOST_DEVICES:,}")
+        return made
 
     @property
     def size(self) -> int:

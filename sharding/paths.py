@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,11 +18,20 @@ def _key_name(key: Any) -> str:
     return str(key)
 
 
-def path_name(keys: tuple[Any, ...]) -> str:
-    """ "a/b/0" of a key path. The ``.value`` that an NNX Variable puts below its name is left out."""
-    if len(keys) > 1 and isinstance(keys[-1], jax.tree_util.GetAttrKey) and keys[-1].name == "value":
-        keys = keys[:-1]
-    return "/".join(_key_name(k) for k in keys)
+def path_names(paths: Sequence[tuple[Any, ...]]) -> list[str]:
+    """ "a/b/0" of each key path of a tree, all of them in its order.
+
+    The ``.value`` that an NNX Variable puts below its name is left out, but not a field of that name that has
+    others beside it.
+    """
+    names = []
+    for i, keys in enumerate(paths):
+        if len(keys) > 1 and isinstance(keys[-1], jax.tree_util.GetAttrKey) and keys[-1].name == "value":
+            around = [*paths[max(0, i - 1) : i], *paths[i + 1 : i + 2]]  # a node's leaves follow each other
+            if all(other[: len(keys) - 1] != keys[:-1] for other in around):
+                keys = keys[:-1]
+        names.append("/".join(_key_name(k) for k in keys))
+    return names
 
 
 def leaves_by_path(
@@ -30,8 +39,8 @@ def leaves_by_path(
 ) -> dict[str, Any]:
     """Path -> leaf in the tree's own order. Two leaves of one name are a `MappingError`."""
     named: dict[str, Any] = {}
-    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
-        name = path_name(keys)
+    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
+    for name, (_, leaf) in zip(path_names([keys for keys, _ in found]), found, strict=True):
         if name in named:
             raise MappingError(f"{what}: two leaves are both named {name!r}")
         named[name] = leaf

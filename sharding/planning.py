@@ -196,6 +196,9 @@ def plan(
     exactly once, or a tensor is missing or of another shape.
     """
     topology, policy = topology or Topology(), policy or Policy()
+    _check_type("source", source, Layout)
+    _check_type("target", target, Layout)
+    _check_type("correspondence", correspondence, Correspondence)
     source = _export_layout(source, correspondence)
     _check_target(target, correspondence)
     makers: dict[Any, int] = {}
@@ -224,6 +227,12 @@ def plan(
     builder = Builder(nodes, topology.nodes(target, "target"), rates, policy)
     templates = builder.build(drafts, counts)
     return Plan(source, target, correspondence, templates, tuple(instances), topology, policy)
+
+
+def _check_type(name: str, given: Any, kind: type) -> None:
+    if not isinstance(given, kind):
+        of = "; Layout.of(tree) makes one" if kind is Layout else ""
+        raise MappingError(f"plan: {name} is a {type(given).__name__}, expected a {kind.__name__}{of}")
 
 
 def _stilled(block: Block, reduced: Reduced) -> tuple[Block, tuple[int, ...]]:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from jax.sharding import SingleDeviceSharding
 
 from jaxrl_sync.sharding.kernels import CopyTable
-from jaxrl_sync.sharding.layout import Layout, Placement, dtype_of
+from jaxrl_sync.sharding.layout import Layout, dtype_of
 from jaxrl_sync.sharding.native import addresses, flat_bytes
 from jaxrl_sync.sharding.numpy_copies import Targets
 from jaxrl_sync.sharding.paths import leaves_by_path
@@ -30,10 +30,13 @@ class Pool:
     def __init__(self, plan: Plan, target: Any = None) -> None:
         self.plan_digest = plan.digest
         self.views: dict[Key, Any] = {}
+        self._ranges: list[tuple[int, int]] = []
         for process in sorted(set(plan.target.devices.values())):
             slot = SlotLayout.of(plan.target, process)
             memory = touched_memory(slot.total_bytes)
             self.views.update(slot.views(memory))
+            first = int(memory.__array_interface__["data"][0])
+            self._ranges.append((first, first + memory.nbytes))
         self.checked: dict[Any, tuple[int, ...]] = {}
         self.reads: dict[Any, tuple[tuple[int, int], ...]] = {}
         self._table: CopyTable | None = None
@@ -86,10 +89,21 @@ class Pool:
         self.table(plan)
         return self._fanout
 
+    def holds(self, places: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+        """Which of these addresses lie in the pool's own memory."""
+        held = np.zeros(len(places), bool)
+        for first, end in self._ranges:
+            held |= (places >= first) & (places < end)
+        return held
+
     @property
     def aliased(self) -> bool:
-        """Whether `arrays` can be made before their memory is filled: its shards exist and alias it."""
-        return self._aliased and self._shards is not None
+        """Whether `arrays` can be made before their memory is filled: its shards exist and alias it.
+
+        Whoever deleted or donated an array of an earlier result took its shards along.
+        """
+        made = self._aliased and self._shards is not None
+        return made and not any(x.is_deleted() for x in (self._shards or {}).values())
 
     def arrays(self) -> dict[str, Any]:
         """Path -> global array over the pool's memory: new array objects over shards that are made once.
@@ -98,7 +112,7 @@ class Pool:
         would go on showing what the memory held then. On CPU the shards alias the memory; elsewhere they are
         copies.
         """
-        if self._shards is None or not self._aliased:
+        if self._shards is None or not self.aliased:
             self._shards = shards_over(self._plan.target, self.views)
         return global_arrays(self._plan.target, self._shards, self.shardings)
 
@@ -114,10 +128,11 @@ def touched_memory(size: int) -> npt.NDArray[np.uint8]:
     return memory
 
 
-def target_shardings(plan: Plan, target: Any = None) -> dict[Placement, Any]:
-    """The shardings of results: those of the given target tree, or equal boxes over devices in order."""
+def target_shardings(plan: Plan, target: Any = None) -> dict[str, Any]:
+    """The shardings of results by path: of the given target tree, or equal boxes over devices in order."""
     if target is None:
-        return dict(named_shardings(plan.target, local_devices(plan.target)))
+        made = named_shardings(plan.target, local_devices(plan.target))
+        return {path: made[t.placement] for path, t in plan.target.items()}
     return given_shardings(plan.target, leaves_by_path(target, "target"))
 
 
@@ -146,11 +161,11 @@ def shards_over(layout: Layout, views: dict[Key, Any]) -> dict[Key, Any]:
     return dict(zip(keys, placed, strict=True))
 
 
-def global_arrays(layout: Layout, shards: dict[Key, Any], shardings: dict[Placement, Any]) -> dict[str, Any]:
+def global_arrays(layout: Layout, shards: dict[Key, Any], shardings: dict[str, Any]) -> dict[str, Any]:
     """Path -> jax.Array of these shards."""
     return {
         path: jax.make_array_from_single_device_arrays(
-            t.shape, shardings[t.placement], [shards[s.device, path] for s in t.shards]
+            t.shape, shardings[path], [shards[s.device, path] for s in t.shards]
         )
         for path, t in layout.items()
     }

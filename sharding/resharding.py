@@ -13,14 +13,18 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal, overload
 
 import jax
+import jax.core
 import numpy as np
+import numpy.typing as npt
 
 from jaxrl_sync.sharding.box import Box
 from jaxrl_sync.sharding.device_pool import DevicePool, device_pool
 from jaxrl_sync.sharding.errors import MappingError
 from jaxrl_sync.sharding.exporting import export
+from jaxrl_sync.sharding.kernels import CopyTable
 from jaxrl_sync.sharding.layout import dtype_of, is_packed
 from jaxrl_sync.sharding.lending import lender
+from jaxrl_sync.sharding.native import addresses, flat_bytes
 from jaxrl_sync.sharding.paths import leaves_by_path, nearest, nested
 from jaxrl_sync.sharding.planning import Plan
 from jaxrl_sync.sharding.pool import Pool
@@ -35,6 +39,12 @@ def _export(params: Any, plan: Plan) -> dict[str, Any]:
     for path, array in arrays.items():
         if not isinstance(array, jax.Array):
             raise MappingError(f"reshard: {path!r} is a {type(array).__name__}, expected an array of jax")
+        if isinstance(array, jax.core.Tracer):
+            raise MappingError(
+                f"reshard: {path!r} is traced: call reshard outside of jit and other transforms"
+            )
+        if array.is_deleted():
+            raise MappingError(f"reshard: {path!r} was deleted or donated, its values are gone")
     if set(arrays) == set(plan.source) and all(
         str(np.dtype(arrays[p].dtype)) == plan.source[p].dtype for p in arrays
     ):
@@ -177,6 +187,7 @@ def reshard(
     if not plan.kept.get("meshes"):
         check_meshes(plan.source, plan.target, arrays)
         plan.kept["meshes"] = True
+    _check_width(plan)
     if out is not None and out.plan_digest != plan.digest:
         raise MappingError(f"pool was made for plan {out.plan_digest}, not for {plan.digest}")
     chosen = _path(plan, path, _devices_of(arrays)) if out is None else _pool_path(out, path)
@@ -192,6 +203,21 @@ def reshard(
         for array in (*arrays.values(), *jax.tree.leaves(params)):
             array.delete()
     return nested(made)
+
+
+_WIDE = ("int64", "uint64", "float64", "complex128")
+
+
+def _check_width(plan: Plan) -> None:
+    """Without 64-bit types jax would make other arrays over the memory, and round what it computes."""
+    if "wide" not in plan.kept:
+        tensors = [*plan.target.items(), *plan.source.items()]
+        plan.kept["wide"] = next(((path, t.dtype) for path, t in tensors if t.dtype in _WIDE), None)
+    if plan.kept["wide"] is not None and not jax.config.read("jax_enable_x64"):
+        path, dtype = plan.kept["wide"]
+        raise MappingError(
+            f"reshard: {path!r} is {dtype}, but jax has no 64-bit types here: set jax_enable_x64"
+        )
 
 
 def _pool_path(pool: Pool | DevicePool, asked: str | None) -> str:
@@ -223,12 +249,15 @@ def _copy(arrays: dict[str, Any], plan: Plan, pool: Pool, threads: int) -> Calla
     plain = all(d.platform == "cpu" for d in _devices_of(arrays)) and all(map(_row_major, arrays.values()))
     if plain:
         where = source_addresses(arrays, plan, pool)
+        _refuse_own(table, np.array(where, np.uint64), pool)
         if table.native:
             run = functools.partial(table.execute_at, np.array(where, np.uint64), pool.addresses, threads)
         else:
             run = functools.partial(table.execute_numpy_at, where, pool.numpy_targets, threads)
     else:
-        run = functools.partial(table.execute, source_views(arrays, plan, pool.checked), pool.views, threads)
+        views = source_views(arrays, plan, pool.checked)
+        _refuse_own(table, addresses([flat_bytes(views[k]) for k in table.source_keys]), pool)
+        run = functools.partial(table.execute, views, pool.views, threads)
 
     def copy() -> None:
         run()
@@ -236,6 +265,16 @@ def _copy(arrays: dict[str, Any], plan: Plan, pool: Pool, threads: int) -> Calla
             inside.execute(pool.views, pool.views, threads)
 
     return copy
+
+
+def _refuse_own(table: CopyTable, places: npt.NDArray[np.uint64], pool: Pool) -> None:
+    held = pool.holds(places)
+    if held.any():
+        path = table.source_keys[int(held.argmax())][1]
+        raise MappingError(
+            f"reshard: {path!r} lies in the memory of the pool that it would be written to, as an earlier "
+            "result does: give another pool, or none"
+        )
 
 
 def _by_device(

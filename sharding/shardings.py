@@ -131,11 +131,11 @@ def _group(
     )
 
 
-def given_shardings(layout: Layout, leaves: dict[str, Any]) -> dict[Placement, Any]:
-    """The shardings of a target tree's leaves, after a check that they have the layout's boxes."""
+def given_shardings(layout: Layout, leaves: dict[str, Any]) -> dict[str, Any]:
+    """Path -> sharding of a target tree's leaf, after a check that they have the layout's boxes."""
     if Layout.of(leaves) != layout:
         raise MappingError("the target tree is not laid out as the plan's target")
-    return {layout[path].placement: leaf.sharding for path, leaf in leaves.items()}
+    return {path: leaf.sharding for path, leaf in leaves.items()}
 
 
 def local_devices(layout: Layout) -> dict[int, Any]:

@@ -19,7 +19,7 @@ from jaxrl_sync.sharding.exporting import Program
 from jaxrl_sync.sharding.fragments import coalesce
 from jaxrl_sync.sharding.interpret import Interpreter, Source
 from jaxrl_sync.sharding.layout import Layout
-from jaxrl_sync.sharding.paths import leaves_by_path, nearest, path_name
+from jaxrl_sync.sharding.paths import leaves_by_path, nearest, path_names
 from jaxrl_sync.sharding.purity import check_pure
 from jaxrl_sync.sharding.values import Value
 
@@ -35,8 +35,7 @@ def trace(convert: Callable[[Any], Any], source: Any, target: Any = None) -> Cor
     """
     tree = source.shapes() if isinstance(source, Layout) else source
     for path, leaf in leaves_by_path(tree, "source").items():
-        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-            raise MappingError(f"source {path!r} is a {type(leaf).__name__}, expected an array or its shape")
+        _check_leaf("source", path, leaf)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     params = leaves_by_path(shapes, "source")
     closed, keys = _program(convert, shapes)
@@ -52,6 +51,16 @@ def trace(convert: Callable[[Any], Any], source: Any, target: Any = None) -> Cor
     if target is not None:
         _check(values, target)
     return _correspondence(run, dict(sorted(values.items())), params, source, closed)
+
+
+def _check_leaf(side: str, path: str, leaf: Any) -> None:
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        raise MappingError(f"{side} {path!r} is a {type(leaf).__name__}, expected an array or its shape")
+    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
+        raise MappingError(
+            f"{side} {path!r} is of type {leaf.dtype}, no number type of jax: leave it out of the tree, or "
+            "give what jax.random.key_data makes of it"
+        )
 
 
 def _program(convert: Callable[[Any], Any], shapes: Any) -> tuple[Any, list[str]]:
@@ -79,7 +88,7 @@ def _program(convert: Callable[[Any], Any], shapes: Any) -> tuple[Any, list[str]
     if closed.effects:
         effects = ", ".join(sorted(map(str, closed.effects)))
         raise MappingError(f"convert is impure: it has side effects ({effects})")
-    return closed, [path_name(k) for k, _ in jax.tree_util.tree_flatten_with_path(out_tree)[0]]
+    return closed, path_names([k for k, _ in jax.tree_util.tree_flatten_with_path(out_tree)[0]])
 
 
 def _check(values: dict[str, Value], target: Any) -> None:
@@ -87,6 +96,8 @@ def _check(values: dict[str, Value], target: Any) -> None:
         wanted = {p: (t.shape, t.dtype) for p, t in target.items()}
     else:
         leaves = leaves_by_path(target, "target")
+        for path, leaf in leaves.items():
+            _check_leaf("target", path, leaf)
         wanted = {p: (tuple(x.shape), str(np.dtype(x.dtype))) for p, x in leaves.items()}
     missing = sorted(set(wanted) - set(values))
     extra = sorted(set(values) - set(wanted))

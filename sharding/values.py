@@ -202,8 +202,6 @@ def pad(value: Value, fill: Value, config: Sequence[tuple[int, int, int]]) -> Va
     for d, (before, after, between) in enumerate(config):
         if between:
             value = _spread(value, fill, d, between)
-        n = value.shape[d]
-        value = slice_dim(value, d, max(0, -before), n - max(0, -after))
         parts = [value]
         for size, front in ((before, True), (after, False)):
             if size > 0:
@@ -211,6 +209,8 @@ def pad(value: Value, fill: Value, config: Sequence[tuple[int, int, int]]) -> Va
                 blank = broadcast_in_dim(fill, shape, ())
                 parts = [blank, *parts] if front else [*parts, blank]
         value = concatenate(parts, d) if len(parts) > 1 else value
+        n = value.shape[d]  # cut last: one side may take off more than was there, of what the other added
+        value = slice_dim(value, d, max(0, -before), n - max(0, -after))
     return value
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxrl_sync.sharding import Layout, MappingError, placed, trace
 from jaxrl_sync.sharding.cli import main
@@ -72,6 +72,24 @@ def test_an_unknown_axis_inside_a_conversion_names_operation_tensor_and_axes(nam
     with jax.set_mesh(ON), pytest.raises(MappingError, match=said) as caught:
         trace(convert, W)
     assert caught.value.__cause__ is not None and caught.value.exit_code == 2
+
+
+def test_a_shard_map_over_explicit_axes_whose_inputs_lie_otherwise_is_named() -> None:
+    on = Mesh(np.array(jax.devices()[:2]), ("x",), axis_types=(AxisType.Explicit,))
+
+    def convert(t: Tree) -> Tree:
+        return {"w": jax.shard_map(lambda a: a * 2, mesh=on, in_specs=X, out_specs=X)(t["w"])}
+
+    params = {"w": jax.device_put(jnp.ones((4, 6)), NamedSharding(on, X))}
+    said = r"convert: `jax.shard_map\(.* of 'w': in_specs passed to shard_map: .* does not match .*axes 'x'"
+    with pytest.raises(MappingError, match=said):
+        trace(convert, params)
+
+    def places(t: Tree) -> Tree:
+        placed = jax.sharding.reshard(t["w"], NamedSharding(on, X))
+        return {"w": jax.shard_map(lambda a: a * 2, mesh=on, in_specs=X, out_specs=X)(placed)}
+
+    assert [float(x.sum()) for x in trace(places, params).export(params).values()] == [48.0]
 
 
 def test_a_spec_or_a_collective_where_no_mesh_is_set() -> None:

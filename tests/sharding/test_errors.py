@@ -239,6 +239,25 @@ def test_wrong_process_side_pool_and_arrays() -> None:
         reshard({"w": jnp.ones(4)}, made, path="gpu")
 
 
+def test_trees_in_the_place_of_layouts_and_arrays_that_are_gone_or_traced() -> None:
+    params = {"w": jnp.ones(4)}
+    corr = trace(lambda t: t, params)
+    layout = Layout.of(params)
+    wrong: Any = params
+    with pytest.raises(
+        MappingError, match=r"source is a dict, expected a Layout; Layout.of\(tree\) makes one"
+    ):
+        plan(wrong, layout, corr)
+    with pytest.raises(MappingError, match="target is a Correspondence, expected a Layout"):
+        plan(layout, wrong and corr, layout)  # type: ignore[arg-type]
+    made = plan(layout, layout, corr)
+    with pytest.raises(MappingError, match="'w' is traced: call reshard outside of jit"):
+        jax.jit(lambda t: reshard(t, made))(params)
+    params["w"].delete()
+    with pytest.raises(MappingError, match="'w' was deleted or donated"):
+        reshard(params, made)
+
+
 def test_leaves_that_are_no_arrays_of_numbers() -> None:
     with pytest.raises(MappingError, match="source 'w' is a str"):
         trace(lambda t: t, {"w": "x"})

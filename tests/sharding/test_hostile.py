@@ -14,7 +14,20 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 
-from jaxrl_sync.sharding import Correspondence, Layout, MappingError, Plan, codec, plan, reshard, trace
+from jaxrl_sync.sharding import (
+    Box,
+    Correspondence,
+    Layout,
+    MappingError,
+    Plan,
+    Shard,
+    TensorLayout,
+    codec,
+    plan,
+    reshard,
+    trace,
+)  # fmt: skip
+from jaxrl_sync.sharding.layout import Placement
 from tests.sharding.meshes import P, abstract, bits, mesh
 
 Tree = dict[str, Any]
@@ -96,6 +109,28 @@ def test_broken_bytes_are_refused_or_mean_something(what: str) -> None:
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert refused > 300 and slowest < 5 and peak_bytes < 64 << 20
+
+
+@pytest.mark.parametrize("device, process", [(-1, 0), (1 << 70, 0), (0, -1), (0, 1 << 31)])
+def test_numbers_that_no_device_or_process_has_are_refused(device: int, process: int) -> None:
+    shards = (Shard(device, process, Box((0,), (4,))),)
+    data = Layout({"w": TensorLayout("float32", Placement((4,), shards))}).to_bytes()
+    with pytest.raises(MappingError, match="layout: impossible shard"):
+        Layout.from_bytes(data)
+
+
+def test_an_integer_without_end_is_refused_at_once() -> None:
+    source, corr, made = _made()
+    began = time.process_time()
+    for data, read in (
+        (source.to_bytes(), Layout.from_bytes),
+        (made.correspondence.to_bytes(), Correspondence.from_bytes),
+        (made.to_bytes(), lambda data: Plan.from_bytes(_resealed(data))),
+    ):
+        head = data[: data.index(b"\x01") + 1] if data[0] == ord("j") else b""
+        with pytest.raises(MappingError, match="integer of more than 1024 bits"):
+            read(head + b"\xff" * 300_000 + data[-32:])
+    assert time.process_time() - began < 5  # 25 s each when such were read
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 
 from jaxrl_sync.sharding import MappingError, plan, trace
 from jaxrl_sync.sharding.cli import main, paper_source, paper_target
+from jaxrl_sync.sharding.command_line import UsageError
 from jaxrl_sync.sharding.paper import PaperMesh
 from jaxrl_sync.sharding.presets import family
 from jaxrl_sync.sharding.presets.catalog import MODELS, model
@@ -73,6 +74,11 @@ def test_command_line_holds_the_prediction_beside_published_numbers(
         ("--model qwen3-0.6b --source fsdp --target tp=2", "expected NAME=SIZE"),
         ("--model qwen3-0.6b --source fsdp=2 --target pp=2", "unknown axis 'pp'"),
         ("--model qwen3-0.6b --source fsdp=2 --target tp=2 --explain nope", "no tensor 'nope'"),
+        ("--model qwen3-0.6b --source fsdp=\u00b2 --target tp=2", "expected NAME=SIZE"),
+        ("--model qwen3-0.6b --source fsdp=9999999999 --target tp=2", "has 9,999,999,999 devices"),
+        ("--model qwen3-0.6b --source fsdp=2 --target tp=2 --dtype foo", "unknown dtype 'foo'"),
+        ("--model qwen3-0.6b --source fsdp=2 --target tp=2 --dtype O", "no number type of jax"),
+        ("--model qwen3-0.6b --source fsdp=2 --target tp=2 --dtype float64", "jax has no float64"),
     ],
 )
 def test_bad_command_lines_are_one_clear_line(
@@ -81,6 +87,24 @@ def test_bad_command_lines_are_one_clear_line(
     assert main(words.split()) == 2
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["devices-per-node", "nics-per-node", "gbit", "replicas"])
+@pytest.mark.parametrize("value", ["0", "-1", "x", "\u00b2"])
+def test_counts_are_whole_numbers_from_1_on(option: str, value: str) -> None:
+    words = ["--model", "qwen3-0.6b", "--source", "fsdp=2", "--target", "tp=2", f"--{option}={value}"]
+    with pytest.raises(UsageError, match=f"--{option}: expected a whole number from 1 on, found '{value}'"):
+        main(words)
+
+
+@pytest.mark.parametrize(("file", "said"), [("none/x.png", "No such file"), ("x.nope", "Format 'nope'")])
+def test_a_picture_that_cannot_be_written_is_one_line(
+    file: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--model qwen3-0.6b --source fsdp=2 --target tp=2 --figure".split()
+    assert main([*words, str(tmp_path / file)]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("jaxrl-sync: error: --figure ") and said in err and err.count("\n") == 1
 
 
 def test_expert_parallel_targets_hold_their_own_experts_only() -> None:

@@ -144,3 +144,77 @@ def test_arrays_on_meshes_of_any_factor_order_work_in_one_jit(grid: tuple[int, i
     # Adding them would reshard (x, y) to (y, x), which aborts XLA's partitioner on jaxlib 0.12.0.1 for 2 x 3.
     totals = jax.jit(lambda t: jax.tree.map(jnp.sum, t))(out)
     assert {k: float(x) for k, x in totals.items()} == {k: float(x.sum()) for k, x in params.items()}
+
+
+def _square() -> tuple[Tree, Plan, Tree]:
+    """A matrix turned over on one device: an earlier result is laid out as the source is."""
+    params = {"w": jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(mesh((1,), ("x",)), P()))}
+    target = {"w": jax.ShapeDtypeStruct((8, 8), "float32", sharding=params["w"].sharding)}
+    corr = trace(lambda t: {"w": t["w"].T}, params, target)
+    return params, plan(corr.export_layout, Layout.of(target), corr), target
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_result_is_no_source_for_its_own_pool(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native:
+        monkeypatch.setattr(kernels, "kernels", lambda: None)
+    params, made, target = _square()
+    pool = make_pool(made, target)
+    out = reshard(params, made, out=pool)
+    kept = np.array(out["w"])
+    with pytest.raises(MappingError, match="'w' lies in the memory of the pool that it would be written to"):
+        reshard(out, made, out=pool)
+    assert np.array_equal(kept, np.asarray(out["w"]))
+    back = reshard(out, made, out=make_pool(made, target))
+    assert np.array_equal(bits(back["w"]), bits(params["w"]))
+
+
+@pytest.mark.parametrize("how", ["deleted", "donated", "a shard"])
+@pytest.mark.parametrize("path", ["host", "device"])
+def test_a_pool_goes_on_after_its_result_was_deleted_or_donated(path: Any, how: str) -> None:
+    params, made = setting("float32")
+    pool = make_pool(made, path=path)
+    step: Any = jax.jit(lambda t: jax.tree.map(lambda x: x + 1, t), donate_argnums=0)
+    kept = []
+    for i in range(3):
+        given = jax.tree.map(lambda x, i=i: jnp.nan_to_num(x) * 0 + i, params)
+        out = reshard(given, made, out=pool)
+        assert {float(x.min()) for x in out.values()} == {float(x.max()) for x in out.values()} == {i}
+        if how == "donated":
+            kept.append(step(out))
+        elif how == "deleted":
+            out["w"].delete()
+        else:
+            out["w"].addressable_shards[0].data.delete()
+    for i, tree in enumerate(kept):  # what was made of a donated result stays
+        assert {float(x.max()) for x in tree.values()} == {float(x.min()) for x in tree.values()} == {i + 1}
+
+
+@pytest.mark.parametrize("path", ["host", "device"])
+def test_equal_boxes_over_several_meshes_keep_the_mesh_of_each_leaf(path: Any) -> None:
+    params, _ = setting()
+    to = mesh((2, 2), ("a", "b"), first=4)
+    other = jax.sharding.Mesh(np.array(jax.devices()[4:]), ("c",))
+    target = {
+        "x": abstract((16, 48), "bfloat16", to, ("a", "b")),
+        "y": abstract((16, 48), "bfloat16", other, "c"),
+    }
+    corr = trace(lambda t: {"x": t["w"], "y": t["w"]}, params, target)
+    made = plan(corr.export_layout, Layout.of(target), corr)
+    out = reshard(params, made, out=make_pool(made, target, path=path))
+    assert {k: x.sharding for k, x in out.items()} == {k: x.sharding for k, x in target.items()}
+
+
+def test_types_of_64_bits_need_them_switched_on() -> None:
+    on, to = mesh((2,), ("x",)), mesh((2,), ("y",), first=4)
+    with jax.enable_x64(True):
+        params = {"w": jax.device_put(np.arange(8.0) / 3, NamedSharding(on, P("x")))}
+        target = {"w": abstract((8,), "float64", to)}
+        corr = trace(lambda t: t, params, target)
+        made = plan(corr.export_layout, Layout.of(target), corr)
+    with pytest.raises(
+        MappingError, match=r"'w' is float64, but jax has no 64-bit types here: set jax_enable_x64"
+    ):
+        reshard(params, made)
+    with jax.enable_x64(True):
+        assert np.array_equal(bits(reshard(params, made)["w"]), bits(params["w"]))
