@@ -173,11 +173,13 @@ def test_nobody_else_gets_the_port_of_a_worlds_coordinator(tmp_path: Path) -> No
             grpc.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             grpc.bind((host, int(port)))
             grpc.listen()
-            socket.create_connection((host, int(port)), 5).close()
-            assert grpc.accept()
+            with socket.create_connection((host, int(port)), 5) as client:
+                assert grpc.accept()[1] == client.getsockname(), (
+                    "what only keeps the port takes no connection"
+                )
     finally:
         started.kill()
-    socket.create_server((host, int(port))).close()
+    assert started._port is None, "it is let go with the world"
 
 
 def test_a_stopped_trainer_is_found_and_named(tmp_path: Path) -> None:

@@ -101,7 +101,18 @@ class EngineDouble:
             threading.Thread(target=self._follow, daemon=True).start()
 
     def _serve(self) -> None:
-        asyncio.run(self._server.serve(sockets=[self._sock]))
+        asyncio.run(self._run())
+
+    async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        await self._server.serve(sockets=[self._sock])
+
+    def _break(self) -> None:
+        """A server that is told to exit may still answer 500 to what it was at."""
+        for listener in self._server.servers:
+            listener.close()
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
 
     def _follow(self) -> None:
         with contextlib.suppress(TransferError):
@@ -117,6 +128,7 @@ class EngineDouble:
         """As SIGKILL: no answer, no farewell; the lease runs out by itself."""
         self._closing.set()
         self._lease._closed.set()
+        self._loop.call_soon_threadsafe(self._break)
         self._server.force_exit = self._server.should_exit = True
         self._thread.join(5.0)
         self._sock.close()
