@@ -45,7 +45,7 @@ class Strike:
         as its anchor before the next one; once it served, the version is committed.
         """
         if self.role == "hub":
-            return {"committed", "partially_committed", "superseded"}
+            return {"committed", "partially_committed"}
         if self.role == "trainer":
             return {"committed", "partially_committed", "aborted"}
         alone = self.victim == self.filling and self.role != "pair"  # the other rank may not have swapped yet

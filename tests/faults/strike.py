@@ -44,6 +44,8 @@ def run_strike(fleet: Fleet, case: Strike, counted: Callable[[Fleet], None] | No
             _others_reach(fleet, case.role, number)  # before a later version takes its place
     else:
         fleet.restart(case.victim)
+    if not idle and case.role == "hub":
+        _others_reach(fleet, case.role, number)  # a round that a later version ends is aborted, as it should be
     fleet.publish()
     settled(fleet)
     (counted or check_counted)(fleet)
