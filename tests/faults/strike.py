@@ -45,7 +45,7 @@ def run_strike(fleet: Fleet, case: Strike, counted: Callable[[Fleet], None] | No
     else:
         fleet.restart(case.victim)
     if not idle and case.role == "hub":
-        _others_reach(fleet, case.role, number)  # a round that a later version ends is aborted, as it should be
+        _others_reach(fleet, case.role, number)  # rounds that a later version ends are aborted, rightly
     fleet.publish()
     settled(fleet)
     (counted or check_counted)(fleet)
