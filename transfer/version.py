@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import uuid
 
+from jaxrl_sync.transfer.errors import TransferError
+
 
 @dataclasses.dataclass(frozen=True)
 class Version:
@@ -27,6 +29,12 @@ class Version:
     def follows(self, other: Version) -> bool:
         """Whether this version is a later one of the same lineage."""
         return self.lineage == other.lineage and self.number > other.number
+
+
+def check(given: object) -> None:
+    """TransferError for what is no version, before it gets anywhere."""
+    if not isinstance(given, Version):
+        raise TransferError(f"{given!r:.200} is a {type(given).__name__}, expected Version(lineage, number)")
 
 
 def new_lineage() -> str:

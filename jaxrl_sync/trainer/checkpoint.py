@@ -127,8 +127,11 @@ class Checkpoints:
         number = self.newest() if number is None else number
         if number is None or not self._complete(number):
             raise CheckpointError(f"no complete checkpoint in {self.folder}, expected one to resume from")
-        found = self._manager.restore(number, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
-        return Meta.of_json(found["meta"])
+        found = self._read(number, "meta", ocp.args.JsonRestore())
+        try:
+            return Meta.of_json(found)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise self._damaged(number, "meta", error) from error
 
     def restore(
         self, target: TrainState, number: int | None = None, reference: Tree | None = None
@@ -141,18 +144,29 @@ class Checkpoints:
 
     def _restore(self, number: int, item: str, target: Any) -> Any:
         wanted = flatten(target)
-        stored = self._manager.item_metadata(number).get(item)
-        shapes = {} if stored is None else {n: tuple(leaf.shape) for n, leaf in dict(stored).items()}
+        try:
+            stored = self._manager.item_metadata(number).get(item)
+            shapes = {} if stored is None else {n: tuple(leaf.shape) for n, leaf in dict(stored).items()}
+        except Exception as error:  # what orbax, its stores and its JSON say of bytes that aren't theirs
+            raise self._damaged(number, item, error) from error
         for name, leaf in wanted.items():
             if shapes.get(name) != tuple(leaf.shape):
                 raise CheckpointError(
                     f"checkpoint {self.folder}/{number}: {item}/{name} has shape {shapes.get(name)}, "
                     f"expected {tuple(leaf.shape)}"
                 )
-        found = self._manager.restore(
-            number, args=ocp.args.Composite(**{item: ocp.args.StandardRestore(wanted)})
-        )[item]
+        found = self._read(number, item, ocp.args.StandardRestore(wanted))
         return jax.tree.unflatten(jax.tree.structure(target), [found[name] for name in wanted])
+
+    def _read(self, number: int, item: str, how: Any) -> Any:
+        try:
+            return self._manager.restore(number, args=ocp.args.Composite(**{item: how}))[item]
+        except Exception as error:  # as above
+            raise self._damaged(number, item, error) from error
+
+    def _damaged(self, number: int, item: str, error: Exception) -> CheckpointError:
+        said = str(error).strip().split("\n")[0][:300] or type(error).__name__
+        return CheckpointError(f"checkpoint {self.folder}/{number}: {item} can't be read: {said}")
 
     def drop_after(self, number: int, barrier: Callable[[], object] = lambda: None) -> None:
         """Remove checkpoints later than ``number``: a resume from it makes them another history's.

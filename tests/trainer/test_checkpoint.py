@@ -186,3 +186,23 @@ def test_a_checkpoint_of_another_shape_is_refused_by_name(tmp_path: Path) -> Non
         target = _target(2, 2)
         with pytest.raises(CheckpointError, match=r"reference/.* has shape None, expected"):
             checkpoints.restore(target, reference=target.params)
+
+
+@pytest.mark.parametrize("part", ["state", "meta"])
+@pytest.mark.parametrize("how", ["flipped", "cut", "gone"])
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, part: str, how: str) -> None:
+    _, state = build(trainer_config(1, 2, 1))
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        checkpoints.save(state, _meta(1))
+    for file in [f for f in (tmp_path / "c" / "1" / part).rglob("*") if f.is_file()]:
+        if how == "gone":
+            file.unlink()
+        elif how == "cut":
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        else:
+            file.write_bytes(bytes(b ^ 0x5A for b in file.read_bytes()))
+    with (
+        Checkpoints(tmp_path / "c") as checkpoints,
+        pytest.raises(CheckpointError, match=rf"checkpoint {tmp_path}/c/1: {part}"),
+    ):
+        checkpoints.restore(_target(2, 1))

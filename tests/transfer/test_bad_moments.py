@@ -487,3 +487,12 @@ def test_the_whole_tree_is_compared_before_the_first_publish(rig: Rig) -> None:
     with pytest.raises(MismatchError, match="is missing"):
         publisher.publish({}, Version("a", 0))
     assert publisher.publish(params, Version("a", 0)).wait(5).state == "committed"
+
+
+@pytest.mark.parametrize("given", [("a", 0), "a:0", 0, None])
+def test_what_is_no_version_is_refused_before_it_gets_anywhere(rig: Rig, given: Any) -> None:
+    params = trainer_params()
+    publisher = rig.publisher(params)
+    with pytest.raises(TransferError, match=r"expected Version\(lineage, number\)"):
+        publisher.publish(params, given)
+    assert publisher.publish(params, Version("a", 0)).wait(5).state == "committed"
