@@ -41,7 +41,7 @@ from jaxrl_sync.transfer.payload.chains import Chains
 from jaxrl_sync.transfer.payload.comparing import Comparing
 from jaxrl_sync.transfer.registration import publisher_memory
 from jaxrl_sync.transfer.retained import Retained
-from jaxrl_sync.transfer.version import Version, check
+from jaxrl_sync.transfer.version import Version, expect_version
 
 KEPT_TICKETS = 64
 KINDS_LINGER = 16
@@ -226,7 +226,7 @@ class Publisher:
             self._published_at = {v: t for v, t in self._published_at.items() if v in held}
 
     def _check_version(self, version: Version) -> None:
-        check(version)
+        expect_version(version)
         if self.closing:
             raise TransferError("the publisher is closed")
         if self._lease.lost.is_set():

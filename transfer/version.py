@@ -31,7 +31,7 @@ class Version:
         return self.lineage == other.lineage and self.number > other.number
 
 
-def check(given: object) -> None:
+def expect_version(given: object) -> None:
     """TransferError for what is no version, before it gets anywhere."""
     if not isinstance(given, Version):
         raise TransferError(f"{given!r:.200} is a {type(given).__name__}, expected Version(lineage, number)")

@@ -15,10 +15,9 @@ from jaxrl_sync.cli import main
 from jaxrl_sync.config import ConfigError, RunConfig, load, parse_overrides, render, save, toml
 from jaxrl_sync.config.convert import to_decoder, to_engine, to_publisher, to_subscriber
 from jaxrl_sync.config.process import ProcessContext
-from jaxrl_sync.launch.preflight import check_ports
+from jaxrl_sync.launch.preflight import PortError, check_ports
 from jaxrl_sync.orchestrator.config import loop_config
 from jaxrl_sync.sharding.presets.quantization import Quantization
-from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDITION = str(ROOT / "experiments" / "addition" / "run.toml")
@@ -174,8 +173,12 @@ def test_a_port_in_use_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
 def test_a_fixed_port_may_be_one_of_an_ipv6_host() -> None:
     """It was refused as one that can't be used."""
-    config = load(ADDITION, {"run.host": "::1", "hub.port": free_port()})
-    check_ports(config)
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
+        port = taken.getsockname()[1]
+        config = load(ADDITION, {"run.host": "::1", "hub.port": port})
+        with pytest.raises(PortError, match=f"hub.port: port {port} of ::1 is in use"):
+            check_ports(config)
+    check_ports(config)  # free again
 
 
 def test_toml_that_is_not_toml_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_sync.sharding import MappingError
-from jaxrl_sync.transfer import Subscriber, Version, holding
+from jaxrl_sync.transfer import Subscriber, Version
 from jaxrl_sync.transfer import slots as slots_module
 from jaxrl_sync.transfer.errors import AuthError, DeadlineError, MismatchError, ProtocolError, TransferError
-from jaxrl_sync.transfer.memory import SHM_DIR, SharedMemory
 from jaxrl_sync.transfer.transports import tcp
 from jaxrl_sync.transfer.transports.pinned import Pinned, Table
 from tests.transfer.models import (
@@ -74,33 +71,6 @@ def test_every_version_arrives_bit_for_bit_while_training_donates(rig: Rig, tran
     assert not memory[0] & memory[1]
     assert subscriber.installed == Version("a", 5)
     assert publisher.stats()["published"] == 6 and subscriber.stats()["installed"] == 6
-
-
-class Hidden(SharedMemory):
-    """Shared memory that nobody else finds."""
-
-    def __init__(self, run_id: str, nbytes: int) -> None:
-        super().__init__(run_id, nbytes)
-        os.unlink(SHM_DIR / self.name)
-
-
-def test_auto_takes_shm_where_memory_is_shared_and_tcp_where_it_is_not(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "jaxrl_sync.transfer")
-    params = trainer_params()
-    publisher = rig.publisher(params)
-    publisher.publish(params, Version("a", 0))
-    first = rig.subscriber("x").poll(10)
-    assert first is not None and first.prepare().transport == "shm"
-    monkeypatch.setattr(holding, "SharedMemory", Hidden)
-    second = rig.subscriber("y").poll(10)
-    assert second is not None and second.prepare().transport == "tcp"
-    assert same_bits(second.swap(), convert(params))
-    for end in ("to x.0", "from trainer.0"):
-        assert f"edge {end}: shm (its nonce in " in caplog.text
-    for end in ("to y.0", "from trainer.0"):
-        assert re.search(f"edge {end}: tcp \\(shared memory .* can't be opened here", caplog.text)
 
 
 @pytest.mark.invariant(29)
