@@ -45,7 +45,7 @@ def trainer(options: dict[str, Any]) -> None:
 
     from jaxrl_sync.transfer import Publisher, PublisherConfig, Version
     from tests.transfer import models
-    from tests.verbs.zygote import posts_counted
+    from tests.verbs.zygote import posts_counted, strike_here
 
     params = load(options["params"])
     scaled = jax.jit(lambda p, by: jax.tree.map(lambda x: x * by, p))
@@ -63,7 +63,7 @@ def trainer(options: dict[str, Any]) -> None:
         elif "publish" in command:
             tree = scaled(params, 1.0 + command["publish"] / 16)
             expected = bits(wanted(tree))
-            stop = (lambda: os.kill(os.getpid(), signal.SIGSTOP)) if "stop_at" in command else None
+            stop = (lambda: strike_here(signal.SIGSTOP)) if "stop_at" in command else None
             with posts_counted(command.get("stop_at", 0), stop):
                 ticket = publisher.publish(tree, Version(command["lineage"], command["publish"]))
                 say(published=command["publish"], expected=expected)

@@ -19,7 +19,7 @@ from jaxrl_sync.transfer.errors import DeadlineError, PeerLost
 from jaxrl_sync.transfer.verbs.errors import CompletionError
 from tests.transfer.models import open_fds, until
 from tests.verbs.soft import DEVICES, LONG_S, end_on, soft_devices
-from tests.verbs.zygote import Order, Zygote, moved, receive, send, slot_of
+from tests.verbs.zygote import Order, Zygote, killed, moved, receive, send, slot_of
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(1500)]
 BOUND_S = 20.0  # 0.5 s of retries and 0.25 s of looking, in an emulated guest on a busy machine
@@ -92,15 +92,15 @@ def test_a_receiver_killed_at_any_point(zygote: Zygote, placement: str) -> None:
         order = Order("receive", zygote.port, DEVICES[1], PIECE, RUNS, seed=at, options=options)
         ours = Order("send", 0, DEVICES[0], PIECE, RUNS, seed=at, at=at, options=options)
         pid, connection = zygote.start(order)
-        killed: list[float] = []
+        gone: list[float] = []
 
-        def kill(pid: int = pid, killed: list[float] = killed) -> None:
-            os.kill(pid, signal.SIGKILL)
-            killed.append(time.monotonic())
+        def kill(pid: int = pid, gone: list[float] = gone) -> None:
+            killed(pid)
+            gone.append(time.monotonic())
 
         with pytest.raises(PeerLost, match=rf"child {pid}.*queue pair|queue pair.*child {pid}"):
             send(ours, connection, LONG_S, kill)
-        assert time.monotonic() - killed[0] < BOUND_S
+        assert time.monotonic() - gone[0] < BOUND_S
         connection.close()
     until(lambda: quiet(zygote) == before, LONG_S)
 

@@ -87,6 +87,22 @@ def slot_of(order: Order) -> Any:
     return types.SimpleNamespace(memory=PrivateMemory(edge_and_slot(order)[1].total_bytes))
 
 
+def strike_here(number: signal.Signals) -> None:
+    """Kill or stop this process at this very line: of a signal to the process this thread may hear late."""
+    signal.pthread_kill(threading.get_ident(), number)
+
+
+def killed(pid: int) -> None:
+    """Kill a process and wait until it is gone, and with it all it had open; until then its card answers."""
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + LONG_S
+    with contextlib.suppress(ProcessLookupError):  # children of the zygote are reaped by the kernel
+        while time.monotonic() < deadline:
+            os.kill(pid, 0)
+            time.sleep(0.01)
+        raise TimeoutError(f"child {pid} is still there {LONG_S:g} s after it was killed")
+
+
 @contextlib.contextmanager
 def posts_counted(at: int, act: Any) -> Iterator[None]:
     """``act()`` before the ``at``-th post of this process."""
@@ -142,7 +158,7 @@ def play(order: Order) -> str:
     """The child: one side of one transfer."""
     connection = Connection(socket.create_connection(("127.0.0.1", order.port), LONG_S), "the test")
     kinds = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-    act = (lambda: os.kill(os.getpid(), kinds[order.act])) if order.act else None
+    act = (lambda: strike_here(kinds[order.act])) if order.act else None
     try:
         if order.role == "send":
             send(order, connection, LONG_S, act)
