@@ -378,15 +378,22 @@ def test_a_follower_hands_out_only_what_the_plan_names() -> None:
     hasty = Shadow(offers, record=record, timeout_s=0.2)  # type: ignore[arg-type]
     with pytest.raises(EngineError, match="swap to a:1: this rank has prepared None"):
         hasty.take(v(1))
-    shadow = Shadow(offers, record=record, timeout_s=20.0)  # type: ignore[arg-type]
+    hasty.close()
+    shadow = Shadow(offers, record=record, timeout_s=60.0)  # type: ignore[arg-type]
     offers.newest = v(1)
     late = threading.Timer(0.1, shadow.prepare)
     late.start()
     assert shadow.take(v(1)) == 1 and rows == ["prepare"]
     offers.newest = v(2)
     shadow.prepare()
+    deadline = time.monotonic() + 60
+    while shadow._held is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    shadow._timeout_s = 0.2  # what it holds stays the wrong one however long it is waited for
     with pytest.raises(EngineError, match="swap to a:3: this rank has prepared a:2"):
         shadow.take(v(3))
+    shadow._timeout_s = 60.0
     offers.newest = v(3)
     shadow.prepare()
     assert shadow.take(v(3)) == 3 and offers.log == ["prepare 1", "prepare 2", "discard 2", "prepare 3"]
