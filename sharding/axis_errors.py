@@ -21,7 +21,7 @@ from jaxrl_sync.sharding.errors import MappingError
 
 _SPOKEN = re.compile(
     r"not found in mesh|axis name|non-empty mesh|set a mesh|_specs argument|_specs passed|marked as manual|"
-    r"[Ss]harding\b"
+    r"(?<![/\\])[Ss]harding\b(?![/\\])"  # the word, not a folder of a file that jax names
 )
 _AXES = ("axes", "axis_name", "axis_names", "names")
 """What jax calls the axes of a collective, in the frames of its assertions."""

@@ -65,12 +65,23 @@ class Writer:
         return bytes(self._out)
 
 
+def as_bytes(data: object, what: str) -> bytes:
+    """What any buffer holds; a `MappingError` of ``what`` for anything else, such as a string."""
+    if isinstance(data, bytes):
+        return data
+    try:
+        return bytes(memoryview(data))  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise MappingError(f"{what}: expected bytes, found a {type(data).__name__}") from error
+
+
 class Reader:
     """Reads what a `Writer` wrote; a wrong magic or a short input is a `MappingError`."""
 
     def __init__(self, data: bytes, magic: bytes, what: str) -> None:
+        data = as_bytes(data, what)
         if data[: len(magic)] != magic:
-            raise MappingError(f"{what}: expected header {magic!r}, found {bytes(data[: len(magic)])!r}")
+            raise MappingError(f"{what}: expected header {magic!r}, found {data[: len(magic)]!r}")
         self._data, self._at, self._what = data, len(magic), what
 
     def integer(self) -> int:
@@ -115,7 +126,7 @@ class Reader:
     def raw(self) -> bytes:
         """A byte string."""
         size = self.count()
-        part = bytes(self._data[self._at : self._at + size])
+        part = self._data[self._at : self._at + size]
         if len(part) != size:
             raise MappingError(f"{self._what}: input ends in the middle, after {len(self._data)} bytes")
         self._at += size

@@ -105,6 +105,7 @@ class Plan:
     @classmethod
     def from_bytes(cls, data: bytes) -> Plan:
         """Reads `to_bytes`: plans again from the layouts and compares. Corrupted or stale: `MappingError`."""
+        data = codec.as_bytes(data, "plan")
         body, check = data[:-32], data[-32:]
         if codec.digest(body).encode() != check:
             raise MappingError("plan is corrupted: its bytes don't match their digest")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, overload
 
@@ -28,7 +29,7 @@ from jaxrl_sync.sharding.native import addresses, flat_bytes
 from jaxrl_sync.sharding.paths import leaves_by_path, nearest, nested
 from jaxrl_sync.sharding.planning import Plan
 from jaxrl_sync.sharding.pool import Pool
-from jaxrl_sync.sharding.shardings import check_meshes, local_devices
+from jaxrl_sync.sharding.shardings import check_meshes, local_devices, other_memory
 
 PATHS = ("host", "device")
 
@@ -282,10 +283,18 @@ def _by_device(
 ) -> dict[str, Any]:
     for name, array in arrays.items():
         _devices(name, array, plan)
+        if (kinds := other_memory(array.sharding)) is not None:
+            raise MappingError(
+                f'reshard: {name!r} lies in memory {kinds[0]!r}, path "device" reads {kinds[1]!r}: move it '
+                'there by jax.device_put, or take path="host" on CPUs'
+            )
     used = out if isinstance(out, DevicePool) else device_pool(plan)
+    readers = Counter(map(id, arrays.values()))  # tied leaves are one array under several names
 
     def drop(name: str) -> None:
-        arrays[name].delete()
+        readers[id(arrays[name])] -= 1
+        if not readers[id(arrays[name])]:
+            arrays[name].delete()
 
     made = (used.fresh if out is None else used.fill)(arrays, drop if donate else None)
     if donate:  # what was not read, or was exported into other buffers

@@ -131,10 +131,22 @@ def _group(
     )
 
 
+def other_memory(sharding: Any) -> tuple[str, str] | None:
+    """(memory kind that a sharding names, its devices' own), or None where it is their own."""
+    kind, own = sharding.memory_kind, next(iter(sharding.device_set)).default_memory().kind
+    return None if kind in (None, own) else (kind, own)
+
+
 def given_shardings(layout: Layout, leaves: dict[str, Any]) -> dict[str, Any]:
     """Path -> sharding of a target tree's leaf, after a check that they have the layout's boxes."""
     if Layout.of(leaves) != layout:
         raise MappingError("the target tree is not laid out as the plan's target")
+    for path, leaf in leaves.items():
+        if (kinds := other_memory(leaf.sharding)) is not None:
+            raise MappingError(
+                f"target {path!r} asks for memory {kinds[0]!r}, results are made in {kinds[1]!r}: leave the "
+                "kind out, and move them by jax.device_put"
+            )
     return {path: leaf.sharding for path, leaf in leaves.items()}
 
 

@@ -23,6 +23,14 @@ from jaxrl_sync.sharding.paths import leaves_by_path, nearest, path_names
 from jaxrl_sync.sharding.purity import check_pure
 from jaxrl_sync.sharding.values import Value
 
+_LOOKS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+"""What jax says where Python needs to know a value that isn't known yet."""
+
 
 def trace(convert: Callable[[Any], Any], source: Any, target: Any = None) -> Correspondence:
     """Which source elements every target tensor of ``convert`` consists of. Reads no weights.
@@ -77,7 +85,9 @@ def _program(convert: Callable[[Any], Any], shapes: Any) -> tuple[Any, list[str]
 
     try:
         closed, out_tree = jax.make_jaxpr(fresh, return_shape=True)(shapes)
-    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+    except (*_LOOKS, TypeError) as error:
+        if not isinstance(error, _LOOKS) and "depends on the value" not in str(error):
+            raise  # a shape of traced sizes is a bare TypeError
         words = str(error).splitlines()
         reason = " ".join([words[0], *(w for w in words[1:] if "depends on the value" in w)])
         raise MappingError(

@@ -151,6 +151,29 @@ def test_marks_of_what_did_not_change_are_dropped(form: Any, versions: int) -> N
     assert all(equal) and marks.trusted and differences.marked == versions - 1
 
 
+def test_checks_of_a_tree_that_is_marked_in_part_compile_nothing_anew() -> None:
+    """The encoders of what is checked and of what has no marks took each other's place at every check."""
+    device, marks = jax.devices()[0], Marks()
+    steps = Steps({name: jax.device_put(_weights(), device) for name in ("u", "v", "w")})
+    encoders = ShardEncoders(1)
+    differences, user = Differences(encoders, 8, 1, marks), object()
+    keys, made = frozenset((device.id, name) for name in steps.wire), list[int]()
+    for number in range(2 * CHECK_EVERY + 3):
+        version = Version("a", number)
+        shards = DeviceShards(version, dict(steps.cast), differences)
+        if number == 0:
+            differences.follow(user, keys, shards)
+        else:
+            assert differences.since(user, shards) is not None
+        made.append(encoders.made)
+        steps.step(number)
+        given = steps.marked(dict(steps.cast), version)
+        some = {path: mask for path, mask in given.masks.items() if path != "u"}
+        marks.take(Version("a", number + 1), dataclasses.replace(given, masks=some))
+    assert differences.marked == 2 * CHECK_EVERY + 2 and marks.trusted
+    assert made[1:] == [4] * (len(made) - 1)  # of all, of u, of v and w by their marks, of v and w without
+
+
 @pytest.mark.parametrize(("first", "known_at"), [(0, 1), (3, CHECK_EVERY + 1)])
 def test_missing_marks_are_noticed_by_the_check_and_never_used_again(
     first: int, known_at: int, caplog: pytest.LogCaptureFixture

@@ -258,6 +258,52 @@ def test_donated_sources_are_deleted_as_soon_as_their_batch_is_done(monkeypatch:
     assert all(x.is_deleted() for x in params.values())
 
 
+@pytest.mark.parametrize("path", ["host", "device"])
+def test_tied_leaves_are_donated_once_the_last_of_them_is_read(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One array under two names was deleted with the first, and the second ended in jax's error."""
+    monkeypatch.setattr(device_path_module, "MAX_BLOCKS", 1)
+    on, to = mesh((4,), ("x",)), mesh((2,), ("y",), first=4)
+    host = random_bits(np.random.default_rng(0), (8, 12), "float32")
+    tied = jax.device_put(host, NamedSharding(on, P("x")))
+    params = {"embed": tied, "head": tied}
+
+    def untie(t: Tree) -> Tree:
+        return {"a": t["embed"].T, "b": t["head"]}
+
+    target = {"a": abstract((12, 8), "float32", to, "y"), "b": abstract((8, 12), "float32", to, "y")}
+    corr = trace(untie, params, target)
+    made = plan(corr.export_layout, Layout.of(target), corr)
+    assert len(batches(made, 1)) == 2
+    out = reshard(params, made, path=path, donate=True)
+    assert np.array_equal(bits(out["a"]), bits(host.T)) and np.array_equal(bits(out["b"]), bits(host))
+    assert tied.is_deleted()
+
+
+def test_memory_of_another_kind_is_named() -> None:
+    on, to = mesh((2,), ("x",)), mesh((2,), ("y",), first=4)
+    kinds = {m.kind for m in jax.devices()[0].addressable_memories()}
+    own = jax.devices()[0].default_memory().kind
+    other = min(kinds - {own})
+    offloaded = NamedSharding(on, P("x"), memory_kind=other)
+    params = {"w": jax.device_put(np.arange(64, dtype=np.float32).reshape(8, 8), offloaded)}
+    target = {"w": abstract((8, 8), "float32", to, "y")}
+    corr = trace(lambda t: {"w": t["w"].T}, params, target)
+    made = plan(corr.export_layout, Layout.of(target), corr)
+    with pytest.raises(MappingError, match=rf"'w' lies in memory '{other}', path \"device\" reads '{own}'"):
+        reshard(params, made, path="device")
+    want = np.asarray(params["w"]).T
+    assert np.array_equal(np.asarray(reshard(params, made, path="host")["w"]), want)
+    there = jax.device_put(params, NamedSharding(on, P("x")))
+    assert np.array_equal(np.asarray(reshard(there, made, path="device")["w"]), want)
+    asked = NamedSharding(to, P("y"), memory_kind=other)
+    wish = {"w": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=asked)}
+    for path in ("host", "device"):
+        with pytest.raises(MappingError, match=rf"target 'w' asks for memory '{other}', .* made in '{own}'"):
+            make_pool(made, wish, path=path)
+
+
 def test_results_without_a_pool_stay_as_they_are() -> None:
     params, made = layers(2)
     first = reshard(params, made, path="device")

@@ -45,6 +45,23 @@ def test_impure_and_value_dependent_functions() -> None:
         trace(looks, W)
 
 
+LOOKS: dict[str, tuple[str, Any]] = {
+    "mask": (r"boolean indices must be concrete; got bool\[4,6\]", lambda t: t["w"][t["w"] > 0]),
+    "masked update": ("boolean indices must be concrete", lambda t: t["w"].at[t["w"] > 0].set(0)),
+    "list": (r"depends on the value of the argument \S+\['i'\]", lambda t: [t["w"], t["w"]][t["i"][0]]),
+    "range": (r"argument \S+\['i'\]", lambda t: t["w"][list(range(t["i"][0]))]),
+    "shape": (r"Shapes must be .*argument \S+\['i'\]", lambda t: t["w"].reshape(t["i"][0], -1)),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_masks_lengths_and_shapes_of_traced_values_are_looks_at_the_weights(name: str) -> None:
+    """They were jax's own errors, and the shape one of a mesh that isn't set, for a folder named sharding."""
+    said, make = LOOKS[name]
+    with pytest.raises(MappingError, match="convert looks at the values of the weights.*" + said):
+        trace(lambda t: {"o": make(t)}, W)
+
+
 def _with(make: Any, t: Tree) -> Tree:
     return {"a": t["w"], "b": make(t)}
 

@@ -133,6 +133,24 @@ def test_an_integer_without_end_is_refused_at_once() -> None:
     assert time.process_time() - began < 5  # 25 s each when such were read
 
 
+@pytest.mark.parametrize("given", ["text" * 20, None, 7, 3.0, ["x"], b"", np.zeros(40)], ids=repr)
+def test_what_is_no_bytes_is_refused_by_name(given: Any) -> None:
+    for what, read in (("layout", Layout), ("correspondence", Correspondence), ("plan", Plan)):
+        with pytest.raises(MappingError, match=rf"^{what}\b"):
+            read.from_bytes(given)
+    if isinstance(given, str):
+        with pytest.raises(MappingError, match="layout: expected bytes, found a str"):
+            Layout.from_bytes(given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("as_buffer", [bytearray, memoryview, lambda data: np.frombuffer(data, np.uint8)])
+def test_any_buffer_is_read_like_bytes(as_buffer: Callable[[bytes], Any]) -> None:
+    source, corr, made = _made()
+    assert Layout.from_bytes(as_buffer(source.to_bytes())) == source
+    assert Correspondence.from_bytes(as_buffer(corr.to_bytes())).digest == corr.digest
+    assert Plan.from_bytes(as_buffer(made.to_bytes())).digest == made.digest
+
+
 @pytest.mark.parametrize(
     "dtype", ["object", "U3", "datetime64[s]", "f4,f4", "(2,)f4", "V7", "", "float", "bfloat17"]
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import jax
 
@@ -26,12 +27,18 @@ Shards = Mapping[Key, jax.Array]
 
 Words = dict[str, jax.Array] | None
 
+_Looks = tuple[tuple[str, tuple[int, ...], Any], ...]
+
 FROM_DEVICES = (RuntimeError, ValueError)
 """What jax raises for what a device can't do, `jax.errors.JaxRuntimeError` among them, and for an array that
 was donated: a ValueError where that happens while a program is being started with it."""
 
 FIRST_LEVEL = 1
 """Where encoders begin on the ladder: updates of a percent fit, and are compiled for at once."""
+
+KEPT = 3
+"""Encoders that are kept per device, as many with marks as without: of all tensors, of those that have no
+marks, and of those whose marks are checked. A new one is compiled anew."""
 
 logger = logging.getLogger("jaxrl_sync.transfer")
 
@@ -47,7 +54,7 @@ def comparable(shard: jax.Array) -> bool:
 
 
 class ShardEncoders:
-    """One encoder per device. Keeps compiled functions and their levels; owns no device memory.
+    """Encoders of each device. Keeps compiled functions and their levels; owns no device memory.
 
     Calls come from one thread at a time. The implementation is the fastest one of each device's platform
     unless ``implementation`` names one; ``interpret`` runs Pallas kernels on a CPU.
@@ -64,14 +71,16 @@ class ShardEncoders:
         self._implementation: Implementation | None = implementation
         self._ladder = ladder or Ladder()
         self._interpret = interpret
-        self._encoders: dict[tuple[int, bool], Encoder] = {}
+        self.made = 0
+        """Encoders that were made so far."""
+        self._encoders: dict[tuple[int, bool], dict[_Looks, Encoder]] = {}
 
     def prepare(self, shards: Shards, keys: Iterable[Key]) -> None:
         """Compile for these shards, by a first comparison with themselves where there was none yet."""
         for device, paths in _by_device(shards, keys).items():
-            before = self._encoders.get((device, False))
+            before = self.made
             encoder = self._encoder(device, shards, paths)
-            if encoder is not before:
+            if self.made > before:
                 tree = {path: shards[device, path] for path in paths}
                 try:
                     jax.block_until_ready(encoder.at_level(encoder.level)(tree, tree))
@@ -114,11 +123,13 @@ class ShardEncoders:
         return {key: _changed_only(found[key]) if key in marks else found[key] for key in found}
 
     def _encoder(self, device: int, shards: Shards, paths: list[str], marked: bool = False) -> Encoder:
-        """The device's encoder of tensors with or without marks, made anew when it is to take other ones."""
-        encoder = self._encoders.get((device, marked))
+        """The device's encoder of these tensors, with or without marks; the one used longest ago goes."""
+        kept = self._encoders.setdefault((device, marked), {})
         tree = {path: shards[device, path] for path in paths}
-        looks = {path: (site.shape, site.dtype) for path, site in encoder.sites.items()} if encoder else None
-        if encoder is None or looks != {path: (x.shape, x.dtype) for path, x in tree.items()}:
+        looks = tuple((path, x.shape, x.dtype) for path, x in tree.items())
+        encoder = kept.pop(looks, None)
+        if encoder is None:
+            self.made += 1
             encoder = Encoder(
                 tree,
                 ladder=self._ladder,
@@ -128,7 +139,9 @@ class ShardEncoders:
                 interpret=self._interpret,
             )
             encoder.level = min(FIRST_LEVEL, len(self._ladder.shares) - 1)
-            self._encoders[device, marked] = encoder
+        kept[looks] = encoder
+        while len(kept) > KEPT:
+            kept.pop(next(iter(kept)))
         return encoder
 
 
