@@ -20,6 +20,8 @@ from jaxrl_sync.config.errors import ConfigError, MissingFileError
 from jaxrl_sync.config.modes import resolve
 from jaxrl_sync.config.sections import RunConfig
 
+SHOWN_CHARS = 200
+
 
 def load(path: str | Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:
     """The config in the file at ``path`` with ``overrides`` (dotted key -> value) laid over it, checked.
@@ -27,8 +29,17 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None) -> RunCon
     Raises ``MissingFileError`` (exit code 3) for a file that is not there, ``ConfigError`` (2) for the rest.
     """
     path = Path(path)
+    data = _read(path)
+    for key, value in (overrides or {}).items():
+        _assign(data, key, value)
+    config = validate(data, origin=str(path))
+    check(config)
+    return config
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
-        data = tomllib.loads(path.read_text(encoding="utf8"))
+        return tomllib.loads(path.read_text(encoding="utf8"))
     except FileNotFoundError:
         raise MissingFileError(f"config file {path} does not exist") from None
     except IsADirectoryError:
@@ -37,15 +48,16 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None) -> RunCon
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    for key, value in (overrides or {}).items():
-        _assign(data, key, value)
-    config = validate(data, origin=str(path))
-    check(config)
-    return config
+    except (ValueError, RecursionError):  # of Python's limits, not of TOML
+        raise ConfigError(
+            f"{path} can't be read: it has a number of thousands of digits, or lists thousands deep"
+        ) from None
 
 
 def validate(data: Mapping[str, Any], origin: str = "config") -> RunConfig:
     """The models for ``data``; keys, types and bounds checked, not yet the rules across sections."""
+    if (where := _nul(data)) is not None:
+        raise ConfigError(f"{origin}: {where}: found a NUL character, which no path or name can have")
     try:
         return RunConfig.model_validate(resolve(data))
     except ValidationError as error:
@@ -87,9 +99,10 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
 
 def _parse_value(text: str) -> Any:
     try:
-        return tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
+        found = tomllib.loads(f"x = {text}")
+    except (ValueError, RecursionError):  # no TOML, or none that Python reads
         return text
+    return found["x"] if len(found) == 1 else text
 
 
 def _assign(data: dict[str, Any], dotted: str, value: Any) -> None:
@@ -111,6 +124,21 @@ def _entry(entries: list[Any], number: str, dotted: str) -> Any:
     return entries[int(number)]
 
 
+def _nul(data: Mapping[str, Any]) -> str | None:
+    """The key of the first text with a NUL character, if there is one."""
+    left: list[tuple[str, Any]] = [("", data)]
+    while left:
+        where, value = left.pop()
+        if isinstance(value, Mapping):
+            left += [(f"{where}.{key}".lstrip("."), part) for key, part in value.items()]
+            value = "".join(map(str, value))
+        elif isinstance(value, list):
+            left += [(where, part) for part in value]
+        if isinstance(value, str) and "\0" in value:
+            return where.replace("\0", "\\0")
+    return None
+
+
 def _one_line(error: ValidationError) -> str:
     faults = error.errors(include_url=False)
     first = faults[0]
@@ -122,8 +150,13 @@ def _one_line(error: ValidationError) -> str:
     if kind == "missing":
         return f"{'.'.join(where)} is missing" + more
     if kind in ("model_type", "dict_type"):
-        return f"{'.'.join(where)}: found {first['input']!r}; input should be a table" + more
-    return f"{'.'.join(where)}: found {first['input']!r}; {_lower(first['msg'])}" + more
+        return f"{'.'.join(where)}: found {_shown(first['input'])}; input should be a table" + more
+    return f"{'.'.join(where)}: found {_shown(first['input'])}; {_lower(first['msg'])}" + more
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
 
 
 def _lower(text: str) -> str:

@@ -28,7 +28,7 @@ def resolve(data: Mapping[str, Any]) -> Mapping[str, Any]:
     mode, bound = sync.get("mode"), loop.get("staleness_bound")
     if mode is None and type(bound) is int:
         return {**data, "sync": {**sync, "mode": "sync" if bound == 0 else "async"}}
-    if bound is None and mode in BOUNDS:
+    if bound is None and isinstance(mode, str) and mode in BOUNDS:
         return {**data, "loop": {**loop, "staleness_bound": BOUNDS[mode]}}
     if bound is None and mode == "async":
         raise ConfigError("sync.mode='async' needs loop.staleness_bound, found nothing; expected at least 1")

@@ -32,7 +32,7 @@ class RunSection(Section):
     name: Annotated[str, Field(pattern=r"^\w[\w.+-]*$")] = "run"
     """Prefix of the automatic run directory ``<root>/<name>-<date>-<time>``."""
     root: str = "runs"
-    seed: NonNegative = 0
+    seed: Annotated[int, Field(ge=0, lt=1 << 32)] = 0
     steps: Positive = 100
     """Optimizer updates in all, counted from the first one of the first lineage."""
     host: str = "127.0.0.1"
@@ -149,7 +149,7 @@ class RoleSection(Section):
     memory_fraction: Fraction | None = None
     threads: NonNegative = 0
     """Cap on the compute threads of one process; 0 leaves it to the runtime."""
-    env: dict[str, str] = {}
+    env: dict[Annotated[str, Field(pattern="^[^=]+$")], str] = {}
 
 
 class TrainerSection(RoleSection):

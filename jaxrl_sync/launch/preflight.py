@@ -32,10 +32,27 @@ def check_rooms(config: RunConfig) -> None:
     from jaxrl_sync.trainer.settings import loss_config, trainer_config
 
     check_whole_run(config)
+    _check_requests(config)
     to_engine(config)
     loop_config(config)
     trainer_config(config)
     validate_loss(config.loop.staleness_bound, loss_config(config))
+
+
+def _check_requests(config: RunConfig) -> None:
+    """Raise for what engines would refuse of every request."""
+    from jaxrl_sync.inference.errors import RequestError
+    from jaxrl_sync.inference.request import MAX_N, Sampling
+
+    drawn = config.loop.sampling
+    for where, temperature in (("loop.sampling", drawn.temperature), ("eval", config.eval.temperature)):
+        try:
+            Sampling(temperature, drawn.top_k, drawn.top_p, drawn.max_tokens)
+        except RequestError as error:
+            raise ConfigError(f"{where}.{error}") from None
+    for key, n in (("loop.group_size", config.loop.group_size), ("eval.samples", config.eval.samples)):
+        if n > MAX_N:
+            raise ConfigError(f"{key}={n}: expected at most {MAX_N}, what one request may ask for")
 
 
 def check_task(config: RunConfig) -> None:

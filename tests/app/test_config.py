@@ -93,10 +93,25 @@ BAD = [
     (["--run.stuck_timeout_s", "1e300"], 2, "run.stuck_timeout_s: found 1e+300; input should be less than"),
     (["--hub.ttl_s", "nan"], 2, "hub.ttl_s: found nan; input should be"),
     (["--trainer.learning_rate", "inf"], 2, "trainer.learning_rate: found inf; input should be a finite"),
+    (["--run.seed", str(2**32)], 2, "run.seed: found 4294967296; input should be less than 4294967296"),
+    (["--run.steps", "9" * 5000], 2, "9...; input should be a valid integer"),
+    (["--run.steps", "[" * 5000], 2, "[[...; input should be a valid integer"),
+    (["--run.steps", "1\nseed = 3"], 2, r"run.steps: found '1\nseed = 3'"),
+    (["--run.root", r'"a\u0000b"'], 2, "run.root: found a NUL character"),
+    (["--engine.env", '{"A\\u0000" = "b"}'], 2, "engine.env: found a NUL character"),
+    (["--engine.env", '{"A=B" = "c"}'], 2, "engine.env.A=B.[key]: found 'A=B'; string should match"),
+    (["--loop.sampling.temperature", "1e-9"], 2, "loop.sampling.temperature: expected 0, or from 1e-06"),
+    (
+        ["--eval.temperature", "1e9"],
+        2,
+        "eval.temperature: expected 0, or from 1e-06 to 1e+06, got 1000",
+    ),
+    (["--loop.sampling.top_k", str(2**31)], 2, "loop.sampling.top_k: expected in [0, 2**31)"),
+    (["--loop.group_size", "65537"], 2, "loop.group_size=65537: expected at most 65536"),
 ]
 
 
-@pytest.mark.parametrize(("words", "code", "message"), BAD, ids=[" ".join(row[0]) for row in BAD])
+@pytest.mark.parametrize(("words", "code", "message"), BAD, ids=[" ".join(row[0])[:60] for row in BAD])
 def test_a_bad_config_is_one_line_and_a_documented_code(
     words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,10 +196,25 @@ def test_a_fixed_port_may_be_one_of_an_ipv6_host() -> None:
     check_ports(config)  # free again
 
 
-def test_toml_that_is_not_toml_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "bad.toml").write_text("[run\n")
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[run\n", "is not valid TOML"),
+        (f"x = {'9' * 5000}\n", "can't be read: it has a number of thousands of digits"),
+        (f"x = {'[' * 5000}\n", "or lists thousands deep"),
+        ("[sync]\nmode = ['sync']\n", "loop.staleness_bound is missing (and 1 more)"),
+        ("[sync.mode]\na = 1\n", "loop.staleness_bound is missing (and 1 more)"),
+    ],
+)
+def test_toml_that_is_not_what_it_should_be_is_one_line(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some were tracebacks: of Python's own limits, and of a mode that is no text."""
+    known = "" if "sync" not in text else Path(ADDITION).read_text().replace("staleness_bound = 2", "")
+    (tmp_path / "bad.toml").write_text(f"{known}\n{text}")
     assert main(["run", str(tmp_path / "bad.toml")]) == 2
-    assert "is not valid TOML" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert words in err and err.startswith("jaxrl-sync: error: ") and err.count("\n") == 1
 
 
 def test_a_missing_value_is_named(tmp_path: Path) -> None:
