@@ -85,6 +85,8 @@ def _program(convert: Callable[[Any], Any], shapes: Any) -> tuple[Any, list[str]
 
     try:
         closed, out_tree = jax.make_jaxpr(fresh, return_shape=True)(shapes)
+    except jax.errors.UnexpectedTracerError as error:
+        raise MappingError(f"convert is impure: {str(error).splitlines()[0]}") from error
     except (*_LOOKS, TypeError) as error:
         if not isinstance(error, _LOOKS) and "depends on the value" not in str(error):
             raise  # a shape of traced sizes is a bare TypeError
@@ -93,8 +95,6 @@ def _program(convert: Callable[[Any], Any], shapes: Any) -> tuple[Any, list[str]
         raise MappingError(
             f"convert looks at the values of the weights, not only moves them: {reason}"
         ) from error
-    except jax.errors.UnexpectedTracerError as error:
-        raise MappingError(f"convert is impure: {str(error).splitlines()[0]}") from error
     if closed.effects:
         effects = ", ".join(sorted(map(str, closed.effects)))
         raise MappingError(f"convert is impure: it has side effects ({effects})")
