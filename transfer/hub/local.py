@@ -2,13 +2,15 @@
 
 ``LocalHub`` serves from a thread of the process that makes it, usually the trainer, and writes where it is
 into the folder, beside the run token; ``find_hub`` reads that. A machine without the folder needs the URL and
-a copy of the token file.
+a copy of the token file. A folder has one hub at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import fcntl
 import json
 import os
 import queue
@@ -21,10 +23,15 @@ from jaxrl_sync.transfer import auth
 from jaxrl_sync.transfer.errors import DeadlineError, ResourceError
 from jaxrl_sync.transfer.hub.server import run_hub
 
-ADDRESS_FILE, TOKEN_FILE = "hub.json", "token"
+ADDRESS_FILE, TOKEN_FILE, LOCK_FILE = "hub.json", "token", "hub.lock"
 START_S = 30.0
 STOP_S = 10.0
 LOOK_S = 0.05
+
+
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+_claimed: set[Path] = set()
+_claiming = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +40,45 @@ class HubAddress:
 
     url: str
     token_file: Path
+
+
+class _Claim:
+    """This process serves a folder: a lock that ends with the process, whatever it has forked."""
+
+    def __init__(self, place: Path) -> None:
+        """OSError; ResourceError where another hub serves the folder, in this process or in another one."""
+        self._place, self._fd = place.resolve(), -1
+        with _claiming:
+            if self._place in _claimed:  # a process is never refused its own lock
+                raise ResourceError(f"{place} has a hub already, in this process; close that one first")
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            fd = os.open(place / LOCK_FILE, flags, 0o600)
+            try:
+                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    os.close(fd)
+                    if error.errno not in (errno.EACCES, errno.EAGAIN):
+                        raise
+                    raise ResourceError(f"{place} has a hub already{_whose(place)}") from error
+            self._fd = fd
+            _claimed.add(self._place)
+
+    def close(self) -> None:
+        """Idempotent."""
+        with _claiming:
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                _claimed.discard(self._place)
+                os.close(fd)
+
+
+def _whose(place: Path) -> str:
+    """Whose a served folder is, in words, as far as it says."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, ResourceError):
+        found = json.loads(_read_own(place / ADDRESS_FILE) or "")
+        return f": pid {int(found['pid'])} serves it at {found['url']}"
+    return ", of another process"
 
 
 class LocalHub:
@@ -46,17 +92,25 @@ class LocalHub:
     ) -> None:
         """Returns when the hub answers and the folder says where. ``folder`` is made if need be.
 
-        ResourceError when the port is taken or the folder can't be written, DeadlineError after 30 s.
+        ResourceError when the port is taken, the folder can't be written or has a hub that lives, whose files
+        stay; DeadlineError after 30 s.
         """
         place = Path(folder)
         self.token_file = place / TOKEN_FILE
-        self._address = place / ADDRESS_FILE
+        self._address, self._told = place / ADDRESS_FILE, ""
         try:
             place.mkdir(parents=True, exist_ok=True)
+            self._claim = _Claim(place)
+        except OSError as error:
+            raise ResourceError(f"can't write the folder {place}: {error.strerror or error}") from error
+        try:
             for old in (self._address, self.token_file):  # of an earlier run: nobody may find it any more
                 old.unlink(missing_ok=True)
             auth.create_token(self.token_file)
-        except OSError as error:
+        except BaseException as error:
+            self._claim.close()
+            if not isinstance(error, OSError):
+                raise
             raise ResourceError(f"can't write the folder {place}: {error.strerror or error}") from error
         self._stop = threading.Event()
         started: queue.SimpleQueue[str | BaseException] = queue.SimpleQueue()
@@ -90,10 +144,11 @@ class LocalHub:
         """Write where the hub is; the file appears whole."""
         partial = self._address.with_suffix(".new")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._told = json.dumps({"url": self.url, "pid": os.getpid()})
         try:
             partial.unlink(missing_ok=True)
             with os.fdopen(os.open(partial, flags, 0o600), "w", encoding="utf8") as file:
-                json.dump({"url": self.url, "pid": os.getpid()}, file)
+                file.write(self._told)
             partial.replace(self._address)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -102,10 +157,12 @@ class LocalHub:
 
     def close(self) -> None:
         """Stop serving; engines keep the weights that they have. Idempotent."""
-        with contextlib.suppress(OSError):
-            self._address.unlink(missing_ok=True)
+        with contextlib.suppress(OSError, ResourceError):
+            if self._told and _read_own(self._address) == self._told:  # else it is the next hub's
+                self._address.unlink(missing_ok=True)
         self._stop.set()
         self._thread.join(STOP_S)
+        self._claim.close()
 
     def __enter__(self) -> LocalHub:
         return self
@@ -121,21 +178,23 @@ def find_hub(folder: str | Path, timeout_s: float = 60.0) -> HubAddress:
     writes: who comes gives the hub the run token.
     """
     file, deadline = Path(folder) / ADDRESS_FILE, time.monotonic() + timeout_s
-    while not file.exists():
+    while (text := _read_own(file)) is None:
         if time.monotonic() > deadline:
             raise DeadlineError(f"no hub wrote {file} within {timeout_s:g} s")
         time.sleep(LOOK_S)
     try:
-        url = json.loads(_read_own(file))["url"]
+        url = json.loads(text)["url"]
     except (ValueError, KeyError, TypeError) as error:
         raise ResourceError(f'{file}: expected {{"url": ...}} of a LocalHub, found other text') from error
     return HubAddress(str(url), Path(folder) / TOKEN_FILE)
 
 
-def _read_own(file: Path) -> str:
-    """A small file of this user that nobody else could have written."""
+def _read_own(file: Path) -> str | None:
+    """A small file of this user that nobody else could have written; None where there is none (any more)."""
     try:
         fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
     except OSError as error:
         raise ResourceError(f"can't read {file}: {error.strerror}") from error
     with os.fdopen(fd, encoding="utf8") as opened:
