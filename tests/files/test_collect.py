@@ -13,6 +13,7 @@ import pytest
 from jaxrl_sync.transfer.errors import TransferError
 from jaxrl_sync.transfer.files import leases
 from jaxrl_sync.transfer.files.channel import Channel
+from jaxrl_sync.transfer.files.collect import collect
 from jaxrl_sync.transfer.files.config import Trust
 from jaxrl_sync.transfer.files.errors import NoVersion
 from jaxrl_sync.transfer.files.image import Image
@@ -20,6 +21,7 @@ from jaxrl_sync.transfer.files.manifest import Manifest
 from jaxrl_sync.transfer.files.replay import verify
 from jaxrl_sync.transfer.version import Version
 from tests.files.channels import holds, names, reader, write, writer
+from tests.transfer.models import until
 
 
 def numbers(path: Path) -> list[int]:
@@ -149,8 +151,12 @@ def test_a_lease_is_kept_alive_by_a_thread(tmp_path: Path) -> None:
         write(publisher, 0)
         with leases.ReaderLease(channel, 2.0) as lease:
             lease.hold(channel.manifests())
-            time.sleep(2.5)
-            assert leases.held(channel).versions == {Version("run", 0)}
+            (name,) = names(tmp_path / "c", "leases")
+            path = tmp_path / "c" / "leases" / name
+            for _ in range(3):
+                os.utime(path, (1.0, 1.0))
+                until(lambda: path.stat().st_mtime > time.time() - 60, 60)
+        assert names(tmp_path / "c", "leases") == []
         assert leases.held(channel).versions == set()
 
 
@@ -220,3 +226,18 @@ def test_half_written_files_of_older_writers_go_and_a_manifest_that_cannot_be_re
         assert (path / "objects" / "note.txt").exists()
         assert [n for n in names(path, "objects") if n.startswith("000000000001")]
         assert numbers(path) == [1, 5, 6]
+
+
+def test_a_manifest_that_can_not_be_read_just_now_costs_no_version_that_it_stands_on(tmp_path: Path) -> None:
+    """As on a network: what was needed below it was collected, and its successors lost their anchor."""
+    path = tmp_path / "c"
+    with writer(path, keep=9, anchor_every=9) as publisher:
+        write(publisher, *range(6))
+        schema = publisher._stored.digest
+    manifest = path / "versions" / f"{3:012d}-run"
+    sound = manifest.read_bytes()
+    manifest.write_bytes(sound[:-1])
+    with Channel.open(path, Trust()) as channel:
+        assert collect(channel, 1, 1, 99, schema).versions == ()
+        manifest.write_bytes(sound)
+        assert [v.wrong for v in verify(channel)] == [None] * 6

@@ -1,9 +1,10 @@
-"""Disks that are full, file systems without hard links, readers that are closed while they read."""
+"""Disks that are full, file systems without hard links, folders that are removed, readers that are closed."""
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,11 +16,14 @@ from jaxrl_sync.transfer.errors import TransferError
 from jaxrl_sync.transfer.files import FilePublisher, FileWriterConfig
 from jaxrl_sync.transfer.files import channel as channel_module
 from jaxrl_sync.transfer.files.channel import Channel
+from jaxrl_sync.transfer.files.collect import collect
 from jaxrl_sync.transfer.files.config import Trust
 from jaxrl_sync.transfer.files.errors import ChannelError
 from jaxrl_sync.transfer.files.folder import Folder
 from jaxrl_sync.transfer.files.image import Image
+from jaxrl_sync.transfer.files.leases import ReaderLease
 from jaxrl_sync.transfer.files.replay import verify
+from jaxrl_sync.transfer.files.turns import Turns
 from jaxrl_sync.transfer.version import Version
 from tests.files.channels import holds, names, reader, take, tree, write, writer
 
@@ -168,3 +172,87 @@ def test_nothing_stays_open(tmp_path: Path) -> None:
         cycle()
     assert len(os.listdir("/proc/self/fd")) <= fds  # those of other tests may end meanwhile
     assert set(threading.enumerate()) <= threads
+
+
+def test_a_folder_that_is_removed_is_named_by_its_writer_and_its_successor_is_read(tmp_path: Path) -> None:
+    """The reader looked into what was gone for ever, and said nothing."""
+    path = tmp_path / "c"
+    with reader(path) as subscriber:
+        for number, gone in enumerate((path, path / "versions", path)):
+            with writer(path) as publisher:
+                write(publisher, 3 * number)
+                version, serving = take(subscriber)
+                assert version.number == 3 * number
+                shutil.rmtree(gone)
+                assert subscriber.poll() is None and subscriber.versions() == []
+                with pytest.raises(ChannelError, match="was removed while it was written"):
+                    publisher.publish(tree(3 * number + 1), Version("run", 3 * number + 1)).wait(60)
+            assert holds(serving, 3 * number) and subscriber.installed == Version("run", 3 * number)
+    with pytest.raises(TransferError, match="is closed"):
+        subscriber.versions()
+
+
+def test_a_disk_that_takes_no_file_at_all_is_read_and_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not even an empty one, as over a quota: nothing was collected, and who came late read nothing."""
+    path, real, full = tmp_path / "c", Folder._create, threading.Event()
+
+    def no_room(self: Folder, name: str) -> int:
+        if full.is_set():
+            raise OSError(errno.EDQUOT, "Disk quota exceeded", name)
+        return real(self, name)
+
+    monkeypatch.setattr(Folder, "_create", no_room)
+    with (
+        writer(path, keep=9, anchor_every=1) as publisher,
+        Channel.open(path, Trust()) as channel,
+        ReaderLease(channel, 60.0) as lease,
+    ):
+        write(publisher, 0, 1, 2)
+        lease.hold(channel.manifests()[:1])
+        full.set()
+        with reader(path) as late:
+            assert holds(take(late)[1], 2)
+        assert "can't be written (Disk quota exceeded): read without a lease" in caplog.text
+        schema = publisher._stored.digest
+        assert [v.number for v in collect(channel, 1, 1, 9, schema).versions] == [1]  # 0 is leased
+        assert [n[:12] for n in names(path, "anchors")] == [f"{n:012d}" for n in (0, 2)]
+        full.clear()
+        write(publisher, 3)
+
+
+def test_what_is_no_version_is_refused_by_name(tmp_path: Path) -> None:
+    with writer(tmp_path / "c") as publisher, reader(tmp_path / "c") as subscriber:
+        with pytest.raises(TransferError, match="7 is a int, expected Version"):
+            publisher.publish(tree(0), 7)  # type: ignore[arg-type]
+        with pytest.raises(TransferError, match="7 is a int, expected Version"):
+            subscriber.offer(7)  # type: ignore[arg-type]
+        with pytest.raises(TransferError, match="its number is too large, expected less than 1000000000000"):
+            publisher.publish(tree(0), Version("run", 1 << 63))
+        publisher.publish(tree(0), Version("run", 10**12 - 1)).wait(60)
+        assert subscriber.versions() == [Version("run", 10**12 - 1)]
+
+
+def test_a_file_that_finds_no_room_leaves_no_half_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader tries to write its lease again and again."""
+    with writer(tmp_path / "c") as publisher, reader(tmp_path / "c") as subscriber:
+        write(publisher, 0)
+
+        def no_room(*_: Any) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "write", no_room)
+        assert holds(take(subscriber)[1], 0)
+        assert names(tmp_path / "c", "leases") == []
+
+
+def test_names_that_no_writer_gives_end_no_rank(tmp_path: Path) -> None:
+    with writer(tmp_path / "c") as publisher, Channel.open(tmp_path / "c", Trust()) as channel:
+        for name in ("e1-tx-order", "e1-t-order", "e1-t\u0663-order"):
+            (tmp_path / "c" / "ranks" / name).write_bytes(b"")
+        turns = Turns(channel, 1, 1, 2, threading.Event(), 5.0)
+        assert turns.next(1, 0.0) is None
+        write(publisher, 0)

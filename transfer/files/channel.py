@@ -109,6 +109,11 @@ class Channel:
     def __getitem__(self, folder: str) -> Folder:
         return self._folders[folder]
 
+    @property
+    def removed(self) -> bool:
+        """Whether the folders that are open here were removed since; there may be others in their place."""
+        return any(folder.removed for folder in (self.root, *self._folders.values()))
+
     def versions(self) -> list[Version]:
         """Whatever has a manifest's name, by number."""
         found = (names.version_of(n) for n in self["versions"].names())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from jaxrl_sync.transfer.files import leases, names
 from jaxrl_sync.transfer.files.channel import Channel
@@ -31,16 +31,30 @@ class Collected:
     files: int
 
 
-def kept(manifests: Sequence[Manifest], keep: int, wanted: Iterable[Version]) -> set[Version]:
-    """The newest ``keep`` versions, the wanted ones, and what their chains stand on down to an anchor."""
+def kept(
+    manifests: Sequence[Manifest],
+    keep: int,
+    wanted: Iterable[Version],
+    unreadable: Collection[Version] = (),
+) -> set[Version]:
+    """The newest ``keep`` versions, the wanted ones, and what their chains stand on down to an anchor.
+
+    What an ``unreadable`` manifest on the way stands on isn't known now, and may be again: everything before
+    it in its lineage, down to an anchor, stays.
+    """
     by_version: Mapping[Version, Manifest] = {m.version: m for m in manifests}
     roots = [m.version for m in manifests[-keep:]] + [v for v in wanted if v in by_version]
     found: set[Version] = set()
     for root in roots:
         at: Version | None = root
-        while at is not None and at not in found and at in by_version:
-            found.add(at)
-            at = None if by_version[at].anchor is not None else by_version[at].base
+        while at is not None and at not in found:
+            if at in by_version:
+                found.add(at)
+                at = None if by_version[at].anchor is not None else by_version[at].base
+            elif at in unreadable:
+                at = max((v for v in by_version if at.follows(v)), key=lambda v: v.number, default=None)
+            else:
+                break
     return found
 
 
@@ -51,7 +65,8 @@ def collect(channel: Channel, keep: int, epoch: int, turn: int, schema: str) -> 
     survey = channel.survey()
     if survey.rules.newest != epoch:  # somebody takes the channel over: it is theirs to clean up
         return Collected((), 0)
-    stay = kept(survey.manifests, keep, leases.held(channel).versions | leases.pinned(channel))
+    wanted = leases.held(channel).versions | leases.pinned(channel)
+    stay = kept(survey.manifests, keep, wanted, survey.unreadable)
     gone = [m.version for m in (*survey.manifests, *survey.fenced) if m.version not in stay]
     for version in gone:
         channel["versions"].remove(names.version_name(version))

@@ -72,10 +72,12 @@ class Folder:
         self.where = where
         self.trust = trust
         try:
-            self._check(os.fstat(fd), where, stat.S_ISDIR)
+            info = os.fstat(fd)
+            self._check(info, where, stat.S_ISDIR)
         except BaseException:
             os.close(fd)
             raise
+        self._linked = info.st_nlink > 0  # as file systems count that do
 
     @classmethod
     def root(cls, path: str | Path, trust: Trust, create: bool = False) -> Folder:
@@ -112,6 +114,16 @@ class Folder:
             raise UnsafePath(f"{where} belongs to uid {info.st_uid}, expected {sorted(allowed)}")
         if stat.S_IMODE(info.st_mode) & 0o022:
             raise UnsafePath(f"{where} has mode {stat.filemode(info.st_mode)}: others may write it")
+
+    @property
+    def removed(self) -> bool:
+        """Whether the folder that is open here was removed since."""
+        try:
+            return self._linked and self.fd >= 0 and os.fstat(self.fd).st_nlink == 0
+        except OSError as error:
+            if error.errno == errno.ESTALE:  # by another host
+                return True
+            raise
 
     def names(self) -> list[str]:
         """All names in the folder, sorted."""
@@ -175,8 +187,8 @@ class Folder:
         """A new file that appears whole, in one step. ChannelError if there is one of that name already."""
         names.check(name)
         temporary = names.temporary()
-        self.write(temporary, [data], sync=sync)
         try:
+            self.write(temporary, [data], sync=sync)
             os.link(temporary, name, src_dir_fd=self.fd, dst_dir_fd=self.fd, follow_symlinks=False)
         except FileExistsError as error:
             raise ChannelError(f"{self.where}/{name} is there already, it is never written again") from error

@@ -22,6 +22,7 @@ from jaxrl_sync.transfer.version import Version
 
 MAX_LEASE_BYTES = 1 << 20
 MAX_TTL_S = 3600.0
+_NO_LEASE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
 
 logger = logging.getLogger("jaxrl_sync.transfer")
 
@@ -51,8 +52,8 @@ class ReaderLease:
         self._thread.start()
 
     def hold(self, manifests: Iterable[Manifest]) -> None:
-        """Cover these versions and nothing else. A folder that is read-only here is read without a lease:
-        what is collected meanwhile is then found missing.
+        """Cover these versions and nothing else. A folder that is read-only here, or full, is read without a
+        lease: what is collected meanwhile is then found missing.
         """
         held = list(manifests)
         value = {
@@ -67,10 +68,11 @@ class ReaderLease:
             try:
                 self._folder.commit(self._name, self._seal.document("lease", value), sync=False)
             except OSError as error:
-                if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                if error.errno not in _NO_LEASE:
                     raise
                 if not self._warned:
-                    logger.warning("%s can't be written: read without a lease", self._folder.where)
+                    why = error.strerror
+                    logger.warning("%s can't be written (%s): read without a lease", self._folder.where, why)
                 self._name, self._warned = None, True
             if before is not None:
                 self._folder.remove(before)
@@ -105,11 +107,20 @@ class ReaderLease:
 
 
 def held(channel: Channel) -> Held:
-    """What the leases of live readers cover; expired leases, and what isn't one, are removed."""
+    """What the leases of live readers cover; expired leases, and what isn't one, are removed.
+
+    Where nothing can be written, as on a full disk, nobody can tell the time: no lease has expired then.
+    """
     folder = channel["leases"]
-    now_s = folder.now_s()
+    found = folder.names()
     versions, stems = set[Version](), set[str]()
-    for name in folder.names():
+    try:
+        now_s = folder.now_s() if found else 0.0
+    except OSError as error:
+        if error.errno not in _NO_LEASE:
+            raise
+        now_s = 0.0
+    for name in found:
         touched_s = folder.mtime_s(name) if name == _plain(name) else None
         if touched_s is None:
             continue
@@ -117,14 +128,14 @@ def held(channel: Channel) -> Held:
         try:
             value = channel.seal.open("lease", folder.read(name, MAX_LEASE_BYTES), f"{folder.where}/{name}")
             alive = silent_s < min(float(value["ttl_s"]), MAX_TTL_S)
-            found = {Version(lineage, number) for lineage, number in value["versions"]}
+            covered = {Version(lineage, number) for lineage, number in value["versions"]}
             named = {names.check(str(s)) for s in value["stems"]}
         except NoVersion:
             continue
         except (ChannelError, ArithmeticError, ValueError, TypeError, KeyError):
-            alive, found, named = silent_s < MAX_TTL_S, set(), set()  # perhaps one that is being written
+            alive, covered, named = silent_s < MAX_TTL_S, set(), set()  # perhaps one that is being written
         if alive:
-            versions |= found
+            versions |= covered
             stems |= named
         else:
             folder.remove(name)

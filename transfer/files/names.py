@@ -23,6 +23,8 @@ CHANNEL = "CHANNEL"
 LOCK = "writer.lock"
 FOLDERS = ("epochs", "versions", "schemas", "objects", "anchors", "leases", "pins", "ranks", "groups")
 TEMPORARY = "tmp-"
+MAX_NUMBER = 10**12
+"""Numbers have twelve digits in names, so that names sort as versions do."""
 
 _SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}\Z")
 _VERSION = re.compile(r"([0-9]{12})-([A-Za-z0-9_][A-Za-z0-9_.\-]{0,63})\Z")
@@ -38,11 +40,14 @@ def check(name: str) -> str:
 
 
 def version_name(version: Version) -> str:
-    """The manifest's name. ChannelError for a lineage that can't be part of a file name."""
-    if not _LINEAGE.match(version.lineage) or version.number >= 10**12:
+    """The manifest's name. ChannelError for a lineage or a number that can't be part of a file name."""
+    if not _LINEAGE.match(version.lineage):
         raise ChannelError(
-            f"version {version}: its lineage can't be part of a file name, expected letters, digits, . _ -"
+            f"version {version}: its lineage can't be part of a file name, expected at most 64 letters, "
+            "digits, . _ -"
         )
+    if version.number >= MAX_NUMBER:
+        raise ChannelError(f"version {version}: its number is too large, expected less than {MAX_NUMBER}")
     return f"{version.number:012d}-{version.lineage}"
 
 

@@ -32,7 +32,7 @@ from jaxrl_sync.transfer.memory import PrivateMemory
 from jaxrl_sync.transfer.pairing import Pairing
 from jaxrl_sync.transfer.receiving import Prepared
 from jaxrl_sync.transfer.slots import Slot, Target
-from jaxrl_sync.transfer.version import Version
+from jaxrl_sync.transfer.version import Version, expect_version
 
 CLOSE_S = 5.0
 BACKOFF_S = (0.05, 0.2, 0.5, 1.0, 2.0)
@@ -188,6 +188,7 @@ class FileSubscriber:
 
     def offer(self, version: Version) -> FileUpdate:
         """An update for one version, the newest or not. NoVersion, other kinds of ChannelError."""
+        expect_version(version)
         self._check_open()
         channel = self._open()
         if channel is None:
@@ -201,6 +202,10 @@ class FileSubscriber:
 
     def _open(self) -> Channel | None:
         with self._lock:
+            self._check_open()
+            if self._channel is not None and self._channel.removed:
+                logger.warning("%s was removed: waiting for another channel there", self._path)
+                self._leave()
             if self._channel is None:
                 config = self.config
                 try:
@@ -212,6 +217,20 @@ class FileSubscriber:
                     ranks = config.rank, config.size
                     self._group = Group(self._channel, config.world, *ranks, self._closed)
             return self._channel
+
+    def _leave(self) -> None:
+        """Let go of the channel; the slots, and what serves, stay."""
+        if self._lease is not None:
+            self._lease.close()
+        if self._channel is not None:
+            try:
+                if self._group is not None:
+                    self._group.close()
+            except (OSError, ChannelError) as error:
+                logger.info("%s: %s", self._path, error)
+            self._channel.close()
+        self._channel = self._lease = self._group = None
+        self._pairs = {}
 
     def _check_open(self) -> None:
         if self._closed.is_set():
@@ -359,15 +378,8 @@ class FileSubscriber:
             return
         self._closed.set()
         self._reading.acquire(timeout=CLOSE_S)
-        if self._lease is not None:
-            self._lease.close()
-        if self._channel is not None:
-            try:
-                if self._group is not None:
-                    self._group.close()
-            except (OSError, ChannelError) as error:
-                logger.info("%s: %s", self._path, error)
-            self._channel.close()
+        with self._lock:
+            self._leave()
         for slot in self._slots:
             slot.close()
 

@@ -81,7 +81,8 @@ class Turns:
         if row is None:
             start, end = f"e{self.epoch}-t", "-order"
             found = [n for n in self._folder.names() if n.startswith(start) and n.endswith(end)]
-            turn = max((int(n[len(start) : -len(end)]) for n in found), default=0)
+            numbers = [n[len(start) : -len(end)] for n in found]
+            turn = max((int(n) for n in numbers if n.isascii() and n.isdecimal()), default=0)
             row = self._wait(turn, "order", 0.0) if turn >= at_least else None
         if row is None:
             return None

@@ -38,7 +38,7 @@ from jaxrl_sync.transfer.files.stored import Stored
 from jaxrl_sync.transfer.files.ticket import FileOutcome, FileTicket, FileWriterStats
 from jaxrl_sync.transfer.files.turns import LOOK_S, Turns
 from jaxrl_sync.transfer.pairing import compare_layouts
-from jaxrl_sync.transfer.version import Version, new_lineage
+from jaxrl_sync.transfer.version import Version, expect_version, new_lineage
 
 UNDECIDED = 3
 """Exports that a rank other than 0 keeps until rank 0 says which one is written: it picks its newest, and the
@@ -183,6 +183,7 @@ class FilePublisher:
         return 1 if self.rank == 0 else UNDECIDED
 
     def _check(self, version: Version) -> None:
+        expect_version(version)
         names.version_name(version)
         if self._error is not None:
             raise self._error
@@ -290,6 +291,8 @@ class FilePublisher:
         )
 
     def _write(self, order: Order, item: _Pending | None) -> FileOutcome:
+        if self._channel.removed:
+            raise ChannelError(f"{self._channel.where} was removed while it was written")
         if self.rank == 0:
             self._turns.order(order)
         if item is None:
