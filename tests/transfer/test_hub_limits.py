@@ -16,8 +16,10 @@ from jaxrl_sync.transfer import HubClient, auth, impatient
 from jaxrl_sync.transfer.guard import Guard
 from jaxrl_sync.transfer.hub import room
 from jaxrl_sync.transfer.hub import server as hub_server
+from jaxrl_sync.transfer.hub.refused import HubRefused
 from jaxrl_sync.transfer.rates import DEFAULT_LIMITS, Buckets, Rate, RateLimits
 from jaxrl_sync.transfer.refusals import Refusals
+from jaxrl_sync.transfer.version import Version
 from tests.transfer.models import ServerThread
 from tests.transfer.servers import refused_lines, running_hub
 
@@ -180,3 +182,25 @@ def test_a_member_can_not_store_a_file_in_the_directory(hub: ServerThread, token
     member = {"role": "x", "name": "p", "rank": 0, "size": 1, "incarnation": "i", "info": {"a": "x" * 70_000}}
     answer = httpx.post(hub.url + "/v1/event/register", json=member, headers=headers)
     assert answer.status_code == 400 and "info" in answer.json()["message"]
+
+
+def test_what_is_put_again_outlives_what_nobody_wants_any_more(
+    token_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layout of a fleet that goes on was the first to go: who joined could plan no more."""
+    monkeypatch.setattr(hub_server, "MAX_BLOBS", 3)
+    with running_hub(token_file) as url, HubClient(url, token_file) as client:
+        layout, *others = [client.put_blob(bytes([n])) for n in range(3)]
+        assert client.put_blob(bytes([0])) == layout
+        client.put_blob(bytes([9]))
+        assert client.get_blob(layout) == bytes([0])
+        with pytest.raises(HubRefused, match="no such blob"):
+            client.get_blob(others[0])
+
+
+def test_a_version_that_is_none_is_refused_with_what_is_expected(token_file: Path) -> None:
+    with running_hub(token_file) as url, HubClient(url, token_file) as client:
+        with pytest.raises(HubRefused, match=r"a version's number is at most 1000000000000000, got 9223372"):
+            client.pin(Version("run", 1 << 63), "eval")
+        with pytest.raises(HubRefused, match="a version's lineage is printable and of at most 256"):
+            client.pin(Version("x" * 257, 1), "eval")

@@ -130,8 +130,10 @@ class Hub:
         return render(families(self.state, self.trace, **clocks, refused=counts, blobs_bytes=blobs_bytes))
 
     def put_blob(self, data: bytes) -> None:
-        """Keep a blob under its sha256; the oldest go when there are too many, or bytes of them."""
-        self.blobs[hashlib.sha256(data).hexdigest()] = data
+        """Keep a blob under its sha256; those put longest ago go where there are too many, or bytes."""
+        digest = hashlib.sha256(data).hexdigest()
+        self.blobs.pop(digest, None)  # one that is put again is wanted
+        self.blobs[digest] = data
         while len(self.blobs) > MAX_BLOBS or sum(map(len, self.blobs.values())) > MAX_BLOBS_BYTES:
             self.blobs.pop(next(iter(self.blobs)))
 

@@ -217,6 +217,10 @@ def version_of(value: Any) -> Version | None:
     if not isinstance(number, int) or isinstance(number, bool):
         raise ValueError(f"a version's number is an integer, got {str(number)[:80]!r}")
     lineage: str = value["lineage"]
-    if len(lineage) > MAX_LINEAGE or not lineage.isprintable() or number > MAX_NUMBER:
-        raise ValueError(f"a version is a short printable lineage and a number, got {str(value)[:80]!r}")
+    if len(lineage) > MAX_LINEAGE or not lineage.isprintable():
+        raise ValueError(
+            f"a version's lineage is printable and of at most {MAX_LINEAGE} characters, got {lineage[:80]!r}"
+        )
+    if number > MAX_NUMBER:
+        raise ValueError(f"a version's number is at most {MAX_NUMBER}, got {str(number)[:80]}")
     return Version(lineage, number)
