@@ -29,7 +29,7 @@ from jaxrl_sync.sharding.native import addresses, flat_bytes
 from jaxrl_sync.sharding.paths import leaves_by_path, nearest, nested
 from jaxrl_sync.sharding.planning import Plan
 from jaxrl_sync.sharding.pool import Pool
-from jaxrl_sync.sharding.shardings import check_meshes, local_devices, other_memory
+from jaxrl_sync.sharding.shardings import check_meshes, check_process, local_devices, other_memory
 
 PATHS = ("host", "device")
 
@@ -181,9 +181,13 @@ def reshard(
     read (never by ``jax.device_put(donate=True)``, which crashes between disjoint CPU devices). ``path``:
     "host" (CPU memory, ``threads`` copy), "device" (jitted gather and scatter), None: what fits the devices.
     On "host" it blocks until all is copied; on "device" results may still be on their way, as after any call
-    of jax. Returns nested dictionaries by path. `MappingError` if the arrays are not laid out as planned, or
-    if the meshes overlap partly: each has devices that the other lacks.
+    of jax. Returns nested dictionaries by path. `MappingError` if the arrays are not laid out as planned, if
+    a device of either side is not this process's, or if the meshes overlap partly: each has devices that the
+    other lacks.
     """
+    if not plan.kept.get("meshes"):
+        check_process(plan.source)  # before an export, which would wait for the other processes
+        local_devices(plan.target)
     arrays = _export(params, plan)
     if not plan.kept.get("meshes"):
         check_meshes(plan.source, plan.target, arrays)

@@ -151,12 +151,25 @@ def given_shardings(layout: Layout, leaves: dict[str, Any]) -> dict[str, Any]:
 
 
 def local_devices(layout: Layout) -> dict[int, Any]:
-    """Number -> device of this process's jax; a layout with others is a `MappingError`."""
-    devices = {d.id: d for d in jax.devices()}
+    """Number -> device of this process; a layout with others is a `MappingError`."""
+    devices = {d.id: d for d in jax.local_devices()}
     missing = [d for d in layout.devices if d not in devices]
     if missing:
-        raise MappingError(f"devices {missing} of the target layout are not devices of this process")
+        raise MappingError(
+            f"devices {missing} of the target layout are not devices of this process: reshard moves inside "
+            "of one; between several, each sends and receives its edges of the plan (Plan.for_rank)"
+        )
     return devices
+
+
+def check_process(source: Layout) -> None:
+    """Raises `MappingError` if a process of a jax world is to read shards that another one holds."""
+    others = sorted(d for d, process in source.devices.items() if process != jax.process_index())
+    if others:
+        raise MappingError(
+            f"reshard: devices {others} of the source layout are not devices of this process: reshard moves "
+            "inside of one; between several, each sends and receives its edges of the plan (Plan.for_rank)"
+        )
 
 
 def check_meshes(source: Layout, target: Layout, arrays: Mapping[str, Any]) -> None:

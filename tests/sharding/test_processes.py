@@ -21,7 +21,7 @@ rank, port = int(sys.argv[1]), sys.argv[2]
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
 import jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from jaxrl_sync.sharding import Layout, plan, trace
+from jaxrl_sync.sharding import Layout, MappingError, make_pool, plan, reshard, trace
 devices = np.array(jax.devices()).reshape(2, 4)
 on = Mesh(devices, ("x", "y"), axis_types=(AxisType.Explicit, AxisType.Auto))
 to = Mesh(devices.reshape(-1)[:4], ("tp",))
@@ -32,7 +32,26 @@ target = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(
 layout = Layout.of(params)
 corr = trace(lambda t: {"w": t["w"].T}, params, target)
 made = plan(corr.export_layout, Layout.of(target), corr)
+def refused(act):
+    try:
+        act()
+    except MappingError as error:
+        return str(error)
+here = Mesh(np.array(jax.local_devices()), ("a",))
+def planned(source, over):
+    tree = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(over, P("a")))}
+    found = trace(lambda t: {"w": t["w"].T}, {"w": source}, tree)
+    return plan(found.export_layout, Layout.of(tree), found)
+def moved(source, over, path=None):
+    return reshard({"w": source}, planned(source, over), path=path)["w"]
+mine = jax.device_put(host, NamedSharding(here, P(None, "a")))
+everywhere = Mesh(devices.reshape(-1), ("a",))
+own = [np.array_equal(np.asarray(moved(mine, here, path)), host.T) for path in (None, "device")]
 print("SEEN", json.dumps({
+    "own": own, "refused": [
+      refused(lambda: reshard(params, made)), refused(lambda: make_pool(planned(mine, everywhere))),
+    *(refused(lambda: moved(source, over, path)) for path in ("host", "device")
+      for source, over in ((params["w"], here), (mine, everywhere)))],
     "layout": layout.digest, "plan": made.digest, "processes": sorted(set(layout.devices.values())),
     "boxes": len(layout["w"].placement.by_box), "sends": made.for_rank(rank).total_bytes,
     "same": Layout.of({"w": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=sharding)}) == layout,
@@ -52,7 +71,7 @@ def test_both_processes_of_a_world_describe_and_plan_the_same() -> None:
         for rank in range(2)
     ]  # fmt: skip
     try:
-        ends = [p.communicate(timeout=150) for p in ranks]
+        ends = [p.communicate(timeout=250) for p in ranks]
     finally:
         for p in ranks:
             p.kill()
@@ -62,3 +81,6 @@ def test_both_processes_of_a_world_describe_and_plan_the_same() -> None:
     assert first["processes"] == [0, 1] and first["boxes"] == 8 and first["same"]
     assert (first["layout"], first["plan"]) == (second["layout"], second["plan"])
     assert first["sends"] + second["sends"] == 8 * 8 * 4
+    for seen in (first, second):  # each moves what is its own, and says what isn't, where jax had KeyErrors
+        assert seen["own"] == [True, True] and len(seen["refused"]) == 6
+        assert all("are not devices of this process" in str(words) for words in seen["refused"]), seen
