@@ -257,7 +257,8 @@ class Fleet:
             for message in self.children[rank].said:
                 if "digest" in message and "installed" in message:
                     self.check_bits(rank, message)
-            now = self.children[rank].ask(digest=1)
+            since = self.children[rank].tell(digest=1)
+            now = self.children[rank].wait("now", 30.0, since)  # what it says of a swap has a digest too
             assert now["now"] == self.version, f"{rank} serves {now['now']}, expected {self.version}"
             self.check_bits(rank, now)
         return found

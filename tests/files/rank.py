@@ -33,7 +33,7 @@ def write(path: Path, rank: int, world: str) -> None:
     from jaxrl_sync.transfer.version import Version
     from tests.files.channels import tree
 
-    config = FileWriterConfig(anchor_every=3, anchor_share=1e9, keep=9, fsync=False, timeout_s=10)
+    config = FileWriterConfig(anchor_every=3, anchor_share=1e9, keep=9, fsync=False, timeout_s=60)
     with FilePublisher(path, tree(0), config=config, world=world) as publisher:
         print("ready", flush=True)
         for line in sys.stdin:
@@ -42,7 +42,7 @@ def write(path: Path, rank: int, world: str) -> None:
                 publisher._part.write = _fails  # type: ignore[method-assign, assignment]
             ticket = publisher.publish(tree(int(number)), Version("run", int(number)))
             try:
-                outcome = ticket.wait(60)
+                outcome = ticket.wait(120)
                 print(outcome.state, outcome.anchor_bytes, outcome.delta_bytes, flush=True)
             except TransferError as error:
                 print("failed", type(error).__name__, flush=True)
@@ -60,14 +60,14 @@ def read(path: Path, rank: int, world: str) -> None:
     from jaxrl_sync.transfer.files import FileReaderConfig, FileSubscriber
     from tests.files.channels import holds, target
 
-    config = FileReaderConfig(rank=rank, size=2, world=world, poll_s=0.02, timeout_s=20)
+    config = FileReaderConfig(rank=rank, size=2, world=world, poll_s=0.02, timeout_s=60)
     with FileSubscriber(path, target(0), config=config) as subscriber:
         print("ready", flush=True)
         update = None
         for line in sys.stdin:
             word = line.strip()
             if word != "swap":
-                update = subscriber.poll(0.5 if word == "look" else 30)
+                update = subscriber.poll(0.5 if word == "look" else 60)
             if update is None:
                 print("nothing", flush=True)
                 continue

@@ -35,8 +35,8 @@ def test_a_writer_on_another_host_counts_as_alive_until_it_is_silent(
     assert first._lock is not None
     first._lock.close()  # one of another machine isn't seen here
     monkeypatch.setattr(epochs, "boot", lambda: "another machine")
-    with pytest.raises(ChannelBusy, match="counts as dead after 0.8 s"):
-        writer(tmp_path / "c", holder_ttl_s=0.8)
+    with pytest.raises(ChannelBusy, match="counts as dead after 300 s"):  # however slow its threads are
+        writer(tmp_path / "c", holder_ttl_s=300.0)
     first._stop.set()  # it gives no sign of life any more, and never says that it leaves
     deadline = time.monotonic() + 20
     while True:

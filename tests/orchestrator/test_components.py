@@ -60,7 +60,7 @@ def test_a_change_before_or_without_the_predicate_is_handled() -> None:
             signal.notify()
 
         task = asyncio.create_task(wake())
-        await signal.until(lambda: box[0] == 1, 2.0, "the box")
+        await signal.until(lambda: box[0] == 1, 30.0, "the box")
         await task
 
     asyncio.run(case())
@@ -68,11 +68,14 @@ def test_a_change_before_or_without_the_predicate_is_handled() -> None:
 
 @pytest.mark.invariant(18)
 def test_a_wait_that_is_too_long_is_an_error_with_a_name() -> None:
+    never = threading.Event()
+
     async def case() -> None:
         with pytest.raises(DeadlineError, match=r"waited 0\.05 s for version 3 on engine-0"):
             await Signal().until(lambda: False, 0.05, lambda: "version 3 on engine-0")
         with pytest.raises(DeadlineError, match=r"waited 0\.05 s for the hub"):
-            await in_thread(time.sleep, 0.5, timeout_s=0.05, what="the hub")
+            await in_thread(never.wait, timeout_s=0.05, what="the hub")
+        never.set()
 
     asyncio.run(case())
 
@@ -92,16 +95,16 @@ def test_calls_that_hang_are_replaced_and_bounded_and_never_block_the_loop() -> 
         ticker = asyncio.create_task(tick())
         for _ in range(3):
             with pytest.raises(DeadlineError, match="a score"):
-                await pool.run(gate.wait, 30.0, timeout_s=0.05, what="a score")
+                await pool.run(gate.wait, timeout_s=0.05, what="a score")
         assert pool.hung == 3 and ticks >= 3, "at least one in each wait"
         with pytest.raises(LoopError, match="3 calls hang in threads"):
             await pool.run(int, timeout_s=1.0, what="a score")
         gate.set()
         while pool.hung:
             await asyncio.sleep(0.01)
-        assert await pool.run(lambda: 7, timeout_s=1.0, what="a score") == 7
+        assert await pool.run(lambda: 7, timeout_s=30.0, what="a score") == 7
         with pytest.raises(ZeroDivisionError):
-            await pool.run(lambda: 1 // 0, timeout_s=1.0, what="a score")
+            await pool.run(lambda: 1 // 0, timeout_s=30.0, what="a score")
         ticker.cancel()
         pool.close()
 

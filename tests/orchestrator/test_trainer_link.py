@@ -102,7 +102,7 @@ def test_each_process_gets_its_rows_and_the_global_denominator(token: str) -> No
     async def case() -> None:
         assert (await link.connect()).number == 0
         for step in (1, 2):
-            ack = await link.send(step, _frames(step, 2), 5.0)
+            ack = await link.send(step, _frames(step, 2), 30.0)
             assert (ack.step, ack.number) == (step, step)
 
     try:
@@ -124,8 +124,8 @@ def test_a_broken_connection_brings_the_same_bytes_again_and_nothing_is_trained_
 
     async def case() -> None:
         await link.connect()
-        assert (await link.send(1, _frames(1, 1), 10.0)).number == 1
-        assert (await link.send(2, _frames(2, 1), 10.0)).number == 2
+        assert (await link.send(1, _frames(1, 1), 30.0)).number == 1
+        assert (await link.send(2, _frames(2, 1), 30.0)).number == 2
 
     try:
         asyncio.run(case())
@@ -159,7 +159,7 @@ def test_a_trainer_that_lacks_earlier_steps_refuses_a_later_one(token: str) -> N
     async def case() -> None:
         await link.connect()
         with pytest.raises(BatchRefused, match="committed step 0, expected at least 4"):
-            await link.send(5, _frames(5, 1), 2.0)
+            await link.send(5, _frames(5, 1), 30.0)
 
     try:
         asyncio.run(case())

@@ -43,7 +43,8 @@ def test_stale_rollouts_are_aborted_before_the_swap_and_nothing_else_is(
         log = [(kind, value) for _, kind, value in engines[0].log]
         aborted = [value for kind, value in log if kind == "abort"]
         assert aborted == [("train-0-v0",)], "publishing a version aborts only what it makes too stale"
-        assert log.index(("abort", ("train-0-v0",))) < log.index(("swap", 2))
+        too_stale = [kind == "swap" and value >= 2 for kind, value in log].index(True)
+        assert log.index(("abort", ("train-0-v0",))) < too_stale
         assert running.summary["flow"]["reasons"] == {"train/cancelled/stale": 4}
         again = [value for kind, value in log if kind == "generate" and str(value).startswith("train-0-")]
         assert len(again) == 2 and again[1].endswith("-a1"), "its prompt came again"
@@ -110,7 +111,7 @@ def test_a_resume_repeats_only_an_evaluation_that_got_lost(
 @pytest.mark.invariant(18)
 @pytest.mark.invariant(19)
 def test_a_hub_that_stays_away_ends_the_run_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _change(monkeypatch, hub_timeout_s=1.0)
+    _change(monkeypatch, hub_timeout_s=3.0)
     with world(tmp_path, train_s=0.05) as (url, _, trainer):
         running = Running(context(tmp_path, url, run={"steps": 5000}))
         while len(trainer.frames) < 2:
