@@ -16,6 +16,8 @@ from .schedules import SCHEDULES
 from .simulation import Schedule, Simulation
 from .world import Violation
 
+pytestmark = pytest.mark.timeout(1800)  # a minute of a core's time, and somebody else's may come first
+
 CI_SCHEDULES = 1000
 FULL_SCHEDULES = 5000
 FULL_PARTS = 20
