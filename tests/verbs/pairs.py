@@ -74,6 +74,7 @@ def pair(
     devices: tuple[str, str] = ("fake0", "fake1"),
     mtu: int = 3,
     rnr_retries: int = 6,
+    timeout: int = 14,
     **options: int,
 ) -> Iterator[tuple[End, End]]:
     """Two ends, each queue pair connected to its counterpart. Closed at the end."""
@@ -82,8 +83,8 @@ def pair(
     left.mtu = right.mtu = mtu
     try:
         for a, b in zip(left.qps, right.qps, strict=True):
-            connect(a, b, left, right, rnr_retries=rnr_retries)
-            connect(b, a, right, left, rnr_retries=rnr_retries)
+            connect(a, b, left, right, rnr_retries=rnr_retries, timeout=timeout)
+            connect(b, a, right, left, rnr_retries=rnr_retries, timeout=timeout)
         yield left, right
     finally:
         left.context.close()

@@ -76,7 +76,7 @@ def trainer(options: dict[str, Any]) -> None:
 
 
 def engine(options: dict[str, Any]) -> None:
-    """Commands: open, take, slots (digests of their memory), close."""
+    """Commands: open, take (within timeout_s), slots (digests of their memory), close."""
     from jaxrl_sync.transfer import Subscriber, SubscriberConfig
     from jaxrl_sync.transfer.errors import TransferError
     from tests.transfer import models
@@ -90,7 +90,7 @@ def engine(options: dict[str, Any]) -> None:
                 engine=command["open"],
                 transport="verbs",
                 ttl_s=LONG_S,
-                timeout_s=command.get("timeout_s", LONG_S),
+                timeout_s=LONG_S,
                 verbs=settings(command),
             )
             target = models.engine_target(0)
@@ -102,7 +102,7 @@ def engine(options: dict[str, Any]) -> None:
             update = subscriber.poll(timeout_s=LONG_S)
             started = time.monotonic()
             try:
-                report = update.prepare()
+                report = update.prepare(command.get("timeout_s"))
             except TransferError as error:
                 say(error=type(error).__name__, message=str(error), seconds=time.monotonic() - started)
                 continue

@@ -136,11 +136,11 @@ def test_a_trainer_stopped_in_mid_write_can_never_change_a_slot_again(peers: Any
     engine.expect("ready")
     first.tell("opened", open=1, verbs={"devices": ["rxe0"]})
     verbs = {"devices": ["rxe1"], "placement": "placed", "chunk_bytes": 4096}
-    engine.tell("opened", open="engine", verbs=verbs, timeout_s=20.0)
+    engine.tell("opened", open="engine", verbs=verbs)
     wanted = first.tell("expected", publish=0, lineage="a")["expected"]
     assert engine.tell("digest", take=1)["digest"] == wanted
     first.tell("expected", publish=1, lineage="a", stop_at=5, wait=1)
-    failed = engine.tell("error", take=1)
+    failed = engine.tell("error", take=1, timeout_s=20.0)
     assert failed["error"] == "DeadlineError" and "trainer.0" in failed["message"], failed
     second = peers("trainer")
     second.expect("ready")

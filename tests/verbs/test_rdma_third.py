@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from tests.verbs.pairs import End, open_end, rows
-from tests.verbs.soft import DEVICES, missing, soft_devices
+from tests.verbs.soft import DEVICES, PATIENT, missing, soft_devices
 
 pytestmark = pytest.mark.rdma
 MIB = 1 << 20
@@ -40,7 +40,8 @@ class Theirs:
         """To the extension's first queue pair."""
         gid = bytes(end.context.query_gid(1, GID))
         remote = self.ib.QPInfo(qp_num=end.qps[0].qp_num, psn=7, lid=0, gid=gid, port=1, mtu=MTU_4096)
-        self.ib.connect_rc(self.qp, remote, port=1, sgid_index=GID, access=self.access, local_psn=7)
+        about = {"sgid_index": GID, "access": self.access, "local_psn": 7, "timeout": PATIENT}
+        self.ib.connect_rc(self.qp, remote, port=1, **about)
 
     def await_one(self) -> Any:
         """The next completion."""
@@ -66,7 +67,7 @@ def sides() -> Iterator[tuple[End, Theirs]]:
         qp.to_init()
         qp.to_rtr(theirs.info.qp_num, 7, MTU_4096, gid=bytes(theirs.info.gid), gid_index=GID)
         theirs.connect(ours)
-        qp.to_rts(7)
+        qp.to_rts(7, timeout=PATIENT)
         yield ours, theirs
     finally:
         ours.context.close()

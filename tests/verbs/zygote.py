@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,37 @@ def killed(pid: int) -> None:
         raise TimeoutError(f"child {pid} is still there {LONG_S:g} s after it was killed")
 
 
+class Death:
+    """When a process ended, noted by a thread."""
+
+    def __init__(self, pid: int) -> None:
+        self._at: list[float] = []
+        self._thread = threading.Thread(target=self._watch, args=(os.pidfd_open(pid),))
+        self._thread.start()
+
+    def _watch(self, fd: int) -> None:
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        if poll.poll(LONG_S * 1000):
+            self._at.append(time.monotonic())
+        os.close(fd)
+
+    def at(self) -> float:
+        """On the monotonic clock."""
+        self._thread.join()
+        assert self._at, f"the process is still there after {LONG_S:g} s"
+        return self._at[0]
+
+
+def stopped(pid: int) -> bool:
+    """Whether a process stands still."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def at_once() -> None:
+    """Nothing to wait for."""
+
+
 @contextlib.contextmanager
 def posts_counted(at: int, act: Any) -> Iterator[None]:
     """``act()`` before the ``at``-th post of this process."""
@@ -138,8 +170,14 @@ def send(order: Order, connection: Connection, limit_s: float, act: Any = None) 
         sender.close()
 
 
-def receive(order: Order, connection: Connection, slot: Any, limit_s: float) -> None:
-    """The receiver's side of one transfer, into ``slot``."""
+def receive(
+    order: Order,
+    connection: Connection,
+    slot: Any,
+    limit_s: float,
+    wait: Callable[[], None] = at_once,
+) -> None:
+    """The receiver's side of one transfer, into ``slot``. ``limit_s`` begins once ``wait()`` returns."""
     edge, layout = edge_and_slot(order)
     receiver = VerbsReceiver(edge, settings_for(order.device, **order.options), connection, [slot])
     try:
@@ -147,6 +185,7 @@ def receive(order: Order, connection: Connection, slot: Any, limit_s: float) -> 
         opened, _ = connection.recv(LONG_S)
         receiver.connect(opened["verbs"])
         connection.send({"kind": "ready", **receiver.ready(slot)}, timeout_s=LONG_S)
+        wait()
         deadline = time.monotonic() + limit_s
         receiver.receive(layout.views(slot.memory.data), deadline)
         connection.recv(limit_s)
