@@ -105,11 +105,11 @@ class ServerThread:
             kwargs={"stop": self.stop, "announce": announced, "ttl_s": ttl_s},
         )
         self.thread.start()
-        assert ready.wait(10)
+        assert ready.wait(60)
 
     def close(self) -> None:
         self.stop.set()
-        self.thread.join(10)
+        self.thread.join(60)
         assert not self.thread.is_alive()
 
 
@@ -204,7 +204,7 @@ def take(subscriber: Subscriber, timeout_s: float = 15) -> tuple[Version, Any]:
     return update.version, update.swap()
 
 
-def until(true: Callable[[], bool], timeout_s: float = 10) -> None:
+def until(true: Callable[[], bool], timeout_s: float = 60) -> None:
     """Wait until ``true()``; fails after ``timeout_s``."""
     end = time.monotonic() + timeout_s
     while not true():

@@ -76,7 +76,7 @@ def test_a_round_that_breaks_poisons_and_the_next_overwrites(
 
 def test_a_refused_round_leaves_what_serves(rig: Rig) -> None:
     params = trainer_params()
-    publisher, subscriber = rig.publisher(params), rig.subscriber(slots=1, timeout_s=1.0)
+    publisher, subscriber = rig.publisher(params), rig.subscriber(slots=1)
     publisher.publish(params, Version("a", 0))
     _, tree = take(subscriber)
     publisher.read = lambda *_: "it was withdrawn"  # type: ignore[method-assign]
@@ -84,7 +84,7 @@ def test_a_refused_round_leaves_what_serves(rig: Rig) -> None:
     update = subscriber.poll(10)
     assert update is not None
     with pytest.raises(TransferError, match="it was withdrawn"):
-        update.prepare()
+        update.prepare(timeout_s=2.0)
     assert not subscriber.poisoned and subscriber.installed == Version("a", 0)
     assert same_bits(tree, convert(params))
 

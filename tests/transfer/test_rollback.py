@@ -228,7 +228,7 @@ def test_there_is_no_way_back_to_a_slot_that_got_new_memory(
     update = subscriber.poll(10)
     assert update is not None
     with pytest.raises(TransferError, match="not now"):
-        update.prepare(timeout_s=0.5)  # nothing was written, but the reader kept the memory of a:0
+        update.prepare(timeout_s=2.0)  # nothing was written, but the reader kept the memory of a:0
     with pytest.raises(TransferError, match="its slot was reused"):
         subscriber.rollback()
     reading.close()

@@ -64,6 +64,8 @@ class Counts(ctypes.Structure):
                 "unacked",
                 "registrations",
                 "events",
+                "arms",
+                "asks",
             )
         ],
     ]

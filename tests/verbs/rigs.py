@@ -17,6 +17,7 @@ from tests.transfer.models import ServerThread, convert, engine_target, same_bit
 
 PLACEMENTS = ("placed", "staged")
 FULL = PayloadSettings()
+TTL_S = 20.0  # nobody dies here: no lease shall end because a machine was busy for a moment
 
 
 def settings(*devices: str, **options: Any) -> VerbsSettings:
@@ -33,16 +34,16 @@ class Rig:
         transport: Any = "verbs",
         ours: VerbsSettings | None = None,
         theirs: VerbsSettings | None = None,
-        timeout_s: float = 8,
+        timeout_s: float = 60,
         payload: PayloadSettings = FULL,
     ) -> None:
         self.hub = ServerThread(token_file)
         self.params = trainer_params()
         config = PublisherConfig(
-            transport=transport, verbs=ours or settings("fake0"), ttl_s=2.0, payload=payload
+            transport=transport, verbs=ours or settings("fake0"), ttl_s=TTL_S, payload=payload
         )
         other = SubscriberConfig(
-            transport=transport, verbs=theirs or settings("fake1"), ttl_s=2.0, timeout_s=timeout_s
+            transport=transport, verbs=theirs or settings("fake1"), ttl_s=TTL_S, timeout_s=timeout_s
         )
         self.publisher = Publisher(self.hub.url, self.params, token_file=token_file, config=config)
         self.subscriber = Subscriber(
@@ -53,24 +54,24 @@ class Rig:
         """Publish parameters and take them in; the report. Compares bits."""
         params = trainer_params(seed)
         self.publisher.publish(params, Version("a", number))
-        update = self.subscriber.poll(timeout_s=15)
+        update = self.subscriber.poll(timeout_s=60)
         assert update is not None
         report = update.prepare()
         assert same_bits(update.swap(), convert(params))
         return report
 
-    def fail(self, number: int) -> TransferError:
+    def fail(self, number: int, timeout_s: float | None = None) -> TransferError:
         """Publish and see the transfer fail."""
         self.publisher.publish(trainer_params(number), Version("a", number))
-        update = self.subscriber.poll(timeout_s=15)
+        update = self.subscriber.poll(timeout_s=60)
         assert update is not None
         with pytest.raises(TransferError) as caught:
-            update.prepare()
+            update.prepare(timeout_s)
         return caught.value
 
     def take_again(self, number: int) -> None:
         """A version that arrives once the link is made again."""
-        end = time.monotonic() + 30
+        end = time.monotonic() + 60
         while True:
             try:
                 self.take(number, number)

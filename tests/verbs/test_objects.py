@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from jaxrl_sync.transfer import _verbs
 from jaxrl_sync.transfer.verbs import opened
 from jaxrl_sync.transfer.verbs.errors import VerbsError
 from jaxrl_sync.transfer.verbs.records import RECORD, new_records
+from tests.transfer.models import until
 from tests.verbs.fakelib import ANY_CHANCE, Fake
 from tests.verbs.pairs import connect, pair, rows, write
 
@@ -234,18 +234,12 @@ def test_wait_keeps_its_deadline_and_close_refuses_meanwhile(fake: Fake) -> None
     with pair() as (left, right):
         started = time.monotonic()
         assert not left.cq.wait(0.2) and time.monotonic() - started > 0.1
-        outcome, begins = list[bool](), threading.Event()
-
-        def wait() -> None:
-            begins.set()
-            outcome.append(left.cq.wait(60.0))
-
+        outcome, before = list[bool](), fake.counts.arms
         fake.set(hold=1)
         write(left, right, rows((0, 0, 100)))
-        waiter = threading.Thread(target=wait)
+        waiter = threading.Thread(target=lambda: outcome.append(left.cq.wait(60.0)))
         waiter.start()
-        assert begins.wait(20)
-        time.sleep(0.1)
+        until(lambda: fake.counts.arms > before)  # it waits
         with pytest.raises(BufferError, match="in use by a call in another thread"):
             left.cq.close()
         fake.set()
@@ -367,25 +361,27 @@ def test_calls_that_a_full_queue_refuses_hold_nothing(fake: Fake) -> None:
         assert left.region.in_flight == 0 and sum(left.qps[0].latency()["done"]) == 1
 
 
-def test_the_handler_of_a_signal_cannot_close_what_waits(fake: Fake) -> None:
+@pytest.mark.parametrize("waiting", ["completions", "events"])
+def test_the_handler_of_a_signal_cannot_close_what_waits(fake: Fake, waiting: str) -> None:
     with pair() as (left, _):
-        waits: list[tuple[Callable[[], object], Callable[[], object]]] = [
-            (lambda: left.cq.wait(20.0), left.cq.close),
-            (lambda: left.context.async_events(20.0), left.context.close),
-        ]
-        for wait, close in waits:
 
-            def handle(number: int, frame: object, close: Callable[[], object] = close) -> None:
-                close()
+        def looks() -> int:
+            return int(fake.counts.arms if waiting == "completions" else fake.counts.asks)
 
-            before = signal.signal(signal.SIGALRM, handle)
-            signal.setitimer(signal.ITIMER_REAL, 0.5)  # it waits by then
-            try:
-                with pytest.raises(BufferError, match="in use"):
-                    wait()
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                signal.signal(signal.SIGALRM, before)
+        def strike(begun: int = looks()) -> None:
+            until(lambda: looks() > begun)  # it waits
+            signal.pthread_kill(main, signal.SIGUSR1)
+
+        thing = left.cq if waiting == "completions" else left.context
+        main, striker = threading.get_ident(), threading.Thread(target=strike)
+        before = signal.signal(signal.SIGUSR1, lambda *_: thing.close())
+        striker.start()
+        try:
+            with pytest.raises(BufferError, match="in use"):
+                left.cq.wait(60.0) if waiting == "completions" else left.context.async_events(60.0)
+        finally:
+            striker.join()
+            signal.signal(signal.SIGUSR1, before)
 
 
 def test_headers_of_this_machine_agree(tmp_path: Path) -> None:

@@ -11,19 +11,19 @@ import pytest
 from jaxrl_sync.transfer import Publisher, PublisherConfig, Subscriber, SubscriberConfig, Version
 from tests.transfer.models import ServerThread, convert, engine_target, same_bits, trainer_params
 from tests.verbs.fakelib import Fake
-from tests.verbs.rigs import PLACEMENTS, settings
+from tests.verbs.rigs import PLACEMENTS, TTL_S, settings
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_chain_over_verbs_brings_every_version(token_file: Path, fake: Fake, placement: Any) -> None:  # noqa: F811
     hub = ServerThread(token_file)
     ours, theirs = settings("fake0", placement=placement), settings("fake1", placement=placement)
-    sending = PublisherConfig(transport="verbs", verbs=ours, ttl_s=2.0, fanout="chain")
+    sending = PublisherConfig(transport="verbs", verbs=ours, ttl_s=TTL_S, fanout="chain")
     publisher = Publisher(hub.url, trainer_params(), token_file=token_file, config=sending)
     engines = []
     try:
         for name, devices in (("a", theirs), ("b", ours), ("c", theirs)):
-            config = SubscriberConfig(engine=name, transport="verbs", verbs=devices, ttl_s=2.0, relay=True)
+            config = SubscriberConfig(engine=name, transport="verbs", verbs=devices, ttl_s=TTL_S, relay=True)
             engines.append(
                 Subscriber(hub.url, engine_target(), convert, token_file=token_file, config=config)
             )
@@ -33,7 +33,7 @@ def test_a_chain_over_verbs_brings_every_version(token_file: Path, fake: Fake, p
             found: dict[str, Any] = {}
 
             def run(engine: Subscriber, found: dict[str, Any] = found) -> None:
-                update = engine.poll(20)
+                update = engine.poll(60)
                 assert update is not None
                 found[engine.config.engine] = update.prepare(), update.swap()
 
@@ -41,7 +41,7 @@ def test_a_chain_over_verbs_brings_every_version(token_file: Path, fake: Fake, p
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(40)
+                thread.join(90)
             assert sorted(found) == ["a", "b", "c"]
             for report, tree in found.values():
                 assert report.transport == "verbs"

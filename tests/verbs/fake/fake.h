@@ -45,6 +45,7 @@ struct fake_knobs {
 struct fake_counts {
     int64_t contexts, pds, mrs, cqs, channels, qps;
     uint64_t registered_bytes, executed, posts, overruns, unacked, registrations, events;
+    uint64_t arms, asks; /* of completion queues; for asynchronous events */
 };
 
 struct cq {

@@ -131,6 +131,7 @@ int fake_kill(uint32_t qp_num)
 
 int ibv_get_async_event(struct vb_context *context, struct vb_async_event *event)
 {
+    LOCKED(fake_counts.asks++);
     if (read(context->async_fd, event, sizeof *event) != sizeof *event)
         return -1;
     LOCKED(fake_counts.unacked++);

@@ -213,6 +213,7 @@ int fake_arm(struct vb_cq *target, int solicited_only)
     (void)solicited_only;
     pthread_mutex_lock(&fake_lock);
     ((struct cq *)target)->armed = 1;
+    fake_counts.arms++;
     pthread_mutex_unlock(&fake_lock);
     return 0;
 }
