@@ -9,7 +9,7 @@ import threading
 from typing import Any
 
 from jaxrl_sync.transfer import auth, wire
-from jaxrl_sync.transfer.errors import PeerLost, ProtocolError, ResourceError
+from jaxrl_sync.transfer.errors import PeerLost, ProtocolError, ResourceError, TransferError
 from jaxrl_sync.transfer.outbound import Outbound, keep_alive
 from jaxrl_sync.transfer.owner import Owner
 from jaxrl_sync.transfer.reception import Reception
@@ -84,7 +84,11 @@ class Listening:
                 if self._closed:
                     raise PeerLost(f"the {self._name} is closing")
                 self._links[link] = outbound
-            outbound.start()
+            try:
+                outbound.start()
+            except RuntimeError as error:  # no more threads: a later one may get its
+                self.forget(outbound)
+                raise TransferError(f"no thread for the link of {connection.peer}: {error}") from error
         elif hello.get("purpose") == "lane":
             with self._lock:
                 found = self._links.get(str(hello.get("link")))

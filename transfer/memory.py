@@ -7,6 +7,7 @@ memory, an answer of the one who opened it); the slot starts at the second page.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import re
@@ -23,6 +24,10 @@ SHM_DIR = Path("/dev/shm")
 PREFIX = "jaxrl_sync-"
 HEADER_BYTES = 4096
 NONCE_BYTES = 32
+RESERVED_AT_ONCE = 2 << 20
+"""On older kernels a call that a signal interrupts gives back all it had reserved and begins anew: under a
+profiler's timer, one for a whole slot never came to its end."""
+
 _MAGIC = b"jaxrlseg"
 _HEAD = struct.Struct("<8sQQ32s32s")
 _ANSWER_AT = _HEAD.size - 32
@@ -87,11 +92,17 @@ class SharedMemory(Closing):
             raise ResourceError(f"can't create shared memory in {SHM_DIR}: {error.strerror}") from error
         try:
             os.fchmod(fd, 0o600)
-            os.posix_fallocate(fd, 0, total)
+            for start in range(0, total, RESERVED_AT_ONCE):
+                os.posix_fallocate(fd, start, min(RESERVED_AT_ONCE, total - start))
             flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
             self._map = mmap.mmap(fd, total, flags)
-        except OSError as error:
+        except BaseException as error:
             os.unlink(path)
+            if not isinstance(error, OSError):
+                raise
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+                why = f"can't map a slot of {total} bytes of {SHM_DIR}: {error.strerror}"
+                raise ResourceError(why) from error
             free = os.statvfs(SHM_DIR).f_bavail * os.statvfs(SHM_DIR).f_frsize
             raise ResourceError(
                 f"{SHM_DIR} is too small: a slot needs {total} bytes, {free} are free ({error.strerror}); "
@@ -201,4 +212,7 @@ def _map_checked(fd: int, name: str, nbytes: int) -> mmap.mmap:
             f"shared memory {name} has {info.st_size} bytes ({info.st_blocks * 512} reserved), "
             f"expected {HEADER_BYTES + nbytes}"
         )
-    return mmap.mmap(fd, info.st_size, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+    try:
+        return mmap.mmap(fd, info.st_size, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+    except OSError as error:  # of descriptors it takes another one
+        raise TransferError(f"shared memory {name} can't be mapped here: {error.strerror}") from error

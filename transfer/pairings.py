@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxrl_sync.sharding import Correspondence, Layout
@@ -16,8 +18,20 @@ KEPT_PAIRINGS = 32
 """Links keep theirs; of others so many are remembered."""
 
 
+Key = tuple[str, str]
+
+
+@dataclasses.dataclass
+class _Turn:
+    """Who makes one pairing, and how many want it."""
+
+    lock: threading.Lock
+    wanted: int = 0
+
+
 class Pairings:
-    """Plans each pairing once. Thread-safe: equal replicas ask at the same time.
+    """Plans each pairing once. Thread-safe: equal replicas ask at the same time, and who asks for blobs that
+    the hub doesn't have keeps no other waiting.
 
     ``source`` is the layout that this world of ``size`` processes holds; ``convert`` evaluates computed
     leaves, where there are any.
@@ -36,22 +50,43 @@ class Pairings:
         self._size = size
         self._convert = convert
         self._blob_timeout_s = blob_timeout_s
-        self._planning = threading.Lock()
-        self._pairings: dict[tuple[str, str], Pairing] = {}
+        self._lock, self._planning = threading.Lock(), threading.Lock()
+        self._turns: dict[Key, _Turn] = {}
+        self._pairings: dict[Key, Pairing] = {}
 
     def get(self, target: str, correspondence: str) -> Pairing:
         """The pairing of a subscriber's blobs, planned the first time. MismatchError, MappingError."""
-        with self._planning:
-            key = target, correspondence
-            found = self._pairings.pop(key, None) or self._pair(target, correspondence)
+        key = target, correspondence
+        with self._turn(key):
+            found = self._pairings.get(key) or self._pair(target, correspondence)
+        with self._lock:
+            self._pairings.pop(key, None)
             self._pairings[key] = found  # the last one used is the last to be forgotten
             for old in list(self._pairings)[:-KEPT_PAIRINGS]:
                 del self._pairings[old]
-            return found
+        return found
+
+    @contextlib.contextmanager
+    def _turn(self, key: Key) -> Iterator[None]:
+        with self._lock:
+            mine = self._turns.setdefault(key, _Turn(threading.Lock()))
+            mine.wanted += 1
+        try:
+            with mine.lock:
+                yield
+        finally:
+            with self._lock:
+                mine.wanted -= 1
+                if not mine.wanted:
+                    del self._turns[key]
 
     def _pair(self, target: str, correspondence: str) -> Pairing:
         layout = Layout.from_bytes(self._blob(target))
         theirs = Correspondence.from_bytes(self._blob(correspondence))
+        with self._planning:
+            return self._plan(layout, theirs)
+
+    def _plan(self, layout: Layout, theirs: Correspondence) -> Pairing:
         if theirs.source is None:
             raise MismatchError("the subscriber's correspondence names no source layout")
         compare_layouts(self._source, theirs.source, "the source layout that the subscriber planned with")

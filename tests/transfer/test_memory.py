@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import shutil
 import signal
@@ -15,7 +17,7 @@ import pytest
 
 from jaxrl_sync.transfer.clean import remove_leftovers, remove_mine, remove_stale
 from jaxrl_sync.transfer.errors import ResourceError, TransferError
-from jaxrl_sync.transfer.memory import ForeignMemory, PrivateMemory, SharedMemory
+from jaxrl_sync.transfer.memory import HEADER_BYTES, ForeignMemory, PrivateMemory, SharedMemory
 
 RUN = f"test{os.getpid()}"
 
@@ -82,6 +84,24 @@ def test_what_is_not_our_segment_is_refused(tmp_path: Path) -> None:
     segment.close()
 
 
+def test_memory_that_can_not_be_mapped_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of descriptors: the link ended with a traceback, tcp wasn't tried, and /dev/shm was "too small"."""
+
+    def full(*_: object) -> mmap.mmap:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    segment = SharedMemory(RUN, 4096)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(mmap, "mmap", full)
+            with pytest.raises(TransferError, match="can't be mapped here: Too many open files"):
+                ForeignMemory(segment.name, segment.nonce.hex(), 4096, RUN)
+            with pytest.raises(ResourceError, match="can't map a slot of 8192 bytes of .*: Too many"):
+                SharedMemory(RUN, 4096)
+    finally:
+        segment.close()
+
+
 def test_private_memory_looks_alike() -> None:
     private = PrivateMemory(4096)
     assert private.name == "" and len(private.data) == 4096
@@ -110,6 +130,32 @@ def test_too_little_room_is_a_named_error_and_leaves_nothing(monkeypatch: pytest
     with pytest.raises(ResourceError, match=r"/dev/shm is too small: a slot needs 12288 bytes") as caught:
         SharedMemory(RUN, 8192)
     assert caught.value.exit_code == 3 and mine() == []
+
+
+def test_memory_is_reserved_in_pieces_that_fit_between_two_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an interrupted call begins anew, a profiler's timer kept one for the whole slot from ending."""
+    real, pieces = os.posix_fallocate, list[tuple[int, int]]()
+
+    def reserve(fd: int, offset: int, length: int) -> None:
+        pieces.append((offset, length))
+        real(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", reserve)
+    segment = SharedMemory(RUN, 9 << 20)
+    segment.close()
+    ends = [offset + length for offset, length in pieces]
+    assert [offset for offset, _ in pieces] == [0, *ends[:-1]] and ends[-1] == HEADER_BYTES + (9 << 20)
+    assert max(length for _, length in pieces) <= 4 << 20
+
+
+def test_who_is_interrupted_while_memory_is_reserved_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(fd: int, offset: int, length: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "posix_fallocate", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        SharedMemory(RUN, 8192)
+    assert mine() == []
 
 
 @pytest.mark.skipif(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import threading
+
 import pytest
 
 from jaxrl_sync.transfer import Version
+from jaxrl_sync.transfer.errors import MismatchError
 from jaxrl_sync.transfer.pairings import Pairings
 from tests.transfer.models import Rig, convert, engine_target, same_bits, take, trainer_params, until
 
@@ -61,3 +65,32 @@ def test_pairings_that_nobody_asked_for_lately_are_forgotten(
         subscriber.close()
         until(lambda: publisher.stats()["links"] == 0)
     assert len(made) == 5 and len(publisher._pairings._pairings) == 2
+
+
+def test_who_asks_for_a_layout_that_the_hub_does_not_have_keeps_no_other_engine_waiting(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blobs were awaited in the turn in which pairings are planned: whoever came stood behind."""
+    params = trainer_params()
+    publisher = rig.publisher(params)
+    publisher.publish(params, A0)
+    asked, go_on, real = threading.Event(), threading.Event(), publisher._pairings._hub.get_blob
+
+    def get_blob(digest: str) -> bytes:
+        if digest != "not there":
+            return real(digest)
+        asked.set()
+        assert go_on.wait(120)
+        raise MismatchError("no such layout")
+
+    monkeypatch.setattr(publisher._pairings._hub, "get_blob", get_blob)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        stranger = pool.submit(publisher.pairing, "not there", "not there")
+        try:
+            assert asked.wait(60)
+            assert take(rig.subscriber())[0] == A0
+        finally:
+            go_on.set()
+        with pytest.raises(MismatchError, match="no such layout"):
+            stranger.result()
+    assert publisher._pairings._turns == {}

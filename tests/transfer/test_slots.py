@@ -102,6 +102,14 @@ def test_a_slot_of_another_size_is_refused_with_both_sizes() -> None:
         memory.close()
 
 
+@pytest.mark.parametrize("told", [{"segment": 3}, {"segment": {}, "segments": 7}, {"segments": []}])
+def test_a_word_about_segments_that_says_nothing_is_refused(told: dict[str, Any]) -> None:
+    """A number of segments ended the link with a TypeError and its traceback."""
+    sender = ShmSender(Edge(0, 0, ()), SlotLayout((), 8192, {}), "slotstest", 1)
+    with pytest.raises(TransferError, match="expected (an object|a list)"):
+        sender.send(told, {}, 0.0)
+
+
 def unread(held: Any) -> bool:
     """Whether no thread has the shards of a version any more: beside what holds them only this loop."""
     return [sys.getrefcount(shards) for shards in held._shards.values()] == [3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxrl_sync.transfer.verbs.errors import CompletionError, PeerUnreachable, V
 from jaxrl_sync.transfer.verbs.handshake import remote_of
 from jaxrl_sync.transfer.verbs.opened import Registered, open_device
 from jaxrl_sync.transfer.verbs.settings import VerbsSettings
+from tests.transfer.models import until
 from tests.verbs.fakelib import Fake
 from tests.verbs.rigs import settings
 
@@ -106,10 +108,53 @@ def test_memory_that_was_closed_is_a_remote_access_error(token_file: Path, fake:
         memory.close()
 
 
+def test_what_a_status_hints_at_is_said_beside_what_the_port_counted(
+    token_file: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single packet that was sent again took the place of the cause."""
+    a, b = pair(settings("fake0"), settings("fake1"))
+    monkeypatch.setattr(rail.Rail, "trouble", lambda self, lane: "counted: completer_retry_err 1")
+    try:
+        fake.set(fail_at=1, fail_status=10)
+        a.say(a.lanes[0], 3, time.monotonic() + 5)
+        words = "the peer closed or replaced that memory, .*; counted: completer_retry_err 1"
+        with pytest.raises(CompletionError, match=words):
+            a.events(time.monotonic() + 5, "sending")
+    finally:
+        a.close()
+        b.close()
+
+
+def test_a_peer_that_dies_slowly_is_looked_for_more_than_twice(
+    token_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who was stopped for a moment between two looks took a peer that was about to go for a living one."""
+    a = Endpoint(settings("fake0"), "engine-0.0", pairs=1, sends=64, receives=4)
+    now, looks = [0.0], list[int]()
+
+    def look() -> None:
+        looks.append(1)
+        if len(looks) == 5:
+            raise PeerLost("the connection was closed")
+
+    def sleep(seconds: float) -> None:
+        now[0] += 1.0
+
+    stopping = types.SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    try:
+        a.watch = look
+        with monkeypatch.context() as patched:
+            patched.setattr("jaxrl_sync.transfer.verbs.endpoint.time", stopping)
+            assert a._peer_gone() == "the connection was closed"
+    finally:
+        a.close()
+
+
 def test_a_port_that_went_down_is_named(token_file: Path, fake: Fake) -> None:
     a, b = pair(settings("fake0"), settings("fake1"))
     try:
         fake.async_event(a.lanes[0].pair.qp_num, 10, 1)
+        until(lambda: bool(a.rails[0].open_device().events(0.0)))  # it comes through a thread
         fake.kill(b.lanes[0].pair.qp_num)
         a.say(a.lanes[0], 3, time.monotonic() + 5)
         with pytest.raises(PeerUnreachable, match="PORT_ERR of port 1: port error"):
@@ -123,8 +168,10 @@ def test_a_device_that_fails_ends_the_wait(token_file: Path, fake: Fake) -> None
     a, b = pair(settings("fake0"), settings("fake1"))
     try:
         fake.async_event(b.lanes[0].pair.qp_num, 8, 0)
+        end = time.monotonic() + 20
         with pytest.raises(VerbsError, match="fake1:1: DEVICE_FATAL .*the edge is given up"):
-            b.events(time.monotonic() + 20, "waiting")
+            while True:
+                b.events(end, "waiting")  # returns when a probe was answered
     finally:
         a.close()
         b.close()

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 
 import numpy as np
+import pytest
 
+from jaxrl_sync.transfer.verbs import opened
+from jaxrl_sync.transfer.verbs.errors import VerbsError
 from jaxrl_sync.transfer.verbs.events import NAMES, AsyncEvent, EventWatcher, event_of
+from tests.transfer.models import open_fds
 from tests.verbs.fakelib import ANY_CHANCE, Fake
 from tests.verbs.pairs import pair, rows, write
 
@@ -70,6 +76,30 @@ def test_watcher_closes_while_nothing_happens_and_twice(fake: Fake) -> None:
         watcher.close()
         assert time.monotonic() - started < 30
         left.context.close()
+
+
+@pytest.mark.parametrize("missing", ["descriptor", "thread"])
+def test_a_device_whose_events_nobody_can_await_is_named_and_closed(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    """An error of the system's own ended the link, for good, as if the layouts didn't fit."""
+
+    def none(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    def no_more(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = open_fds()
+    with monkeypatch.context() as patched:
+        if missing == "descriptor":
+            patched.setattr(os, "eventfd", none)
+        else:
+            patched.setattr(threading.Thread, "start", no_more)
+        with pytest.raises(VerbsError, match=f"no {missing} for events of fake0: "):
+            opened.open_device("native", "fake0")
+    assert fake.counts.contexts == 0 and open_fds() == before
+    opened.open_device("native", "fake0").give_back()
 
 
 def test_events_in_the_middle_of_traffic_disturb_nothing(fake: Fake) -> None:

@@ -54,9 +54,11 @@ class ShmSender:
         """Copy the edge into the segment of ``ready`` and let go of segments that the receiver replaced."""
         segment = ready.get("segment")
         if not isinstance(segment, dict):
-            raise TransferError(f"ready names the segment {segment!r}, expected an object")
-        self.map(segment)
+            raise TransferError(f"ready names the segment {str(segment)[:200]}, expected an object")
         live = ready.get("segments", [])
+        if not isinstance(live, list):
+            raise TransferError(f"ready names the segments {str(live)[:200]}, expected a list")
+        self.map(segment)
         for name in [n for n in self._open if n not in live and n != segment["name"]]:
             self._forget(name)
         views = self._open[segment["name"]][1]

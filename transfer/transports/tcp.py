@@ -26,7 +26,7 @@ from typing import Any
 
 from jaxrl_sync.sharding import Edge
 from jaxrl_sync.sharding.native import kernels
-from jaxrl_sync.transfer.errors import DeadlineError, PeerLost, ProtocolError
+from jaxrl_sync.transfer.errors import DeadlineError, PeerLost, ProtocolError, TransferError
 from jaxrl_sync.transfer.placement import Terms, split
 from jaxrl_sync.transfer.transports.base import Moved, Shards, counted, raise_first, remaining
 from jaxrl_sync.transfer.transports.parts import WHOLE, Flow, Part, cut
@@ -152,11 +152,20 @@ class _Lanes:
             finally:
                 ended[index].set()
 
+        futures = list[concurrent.futures.Future[None]]()
         try:
-            others = range(1, len(self.connections))
-            futures = [self._pool.submit(lane, i) for i in others] if self._pool else []
-        except RuntimeError as error:  # closed meanwhile: the pool takes no more work
-            raise PeerLost(f"the edge to {self.connections[0].peer} was closed on this side") from error
+            for index in range(1, len(self.connections)):
+                assert self._pool is not None
+                futures.append(self._pool.submit(lane, index))
+        except RuntimeError as error:
+            closed = self.connections[0].closed  # then the pool takes no more work
+            for connection in self.connections:
+                connection.close()
+            concurrent.futures.wait(futures)
+            peer = self.connections[0].peer
+            if closed:
+                raise PeerLost(f"the edge to {peer} was closed on this side") from error
+            raise TransferError(f"no thread for a connection of the edge to {peer}: {error}") from error
         lane(0)
         concurrent.futures.wait(futures)
         raise_first(errors)

@@ -40,7 +40,7 @@ class CompletionError(TransferError):
     ) -> None:
         self.peer, self.device, self.qp_num, self.opcode = peer, device, qp_num, opcode
         self.status, self.text, self.seq, self.vendor_err = status, text, seq, vendor_err
-        hint = detail or _HINTS.get(status, "")
+        hint = "; ".join(words for words in (_HINTS.get(status, ""), detail) if words)
         super().__init__(
             f"{opcode} {seq} on queue pair 0x{qp_num:06x} of {device} to {peer} failed: {text} "
             f"(status {status}, vendor error 0x{vendor_err:x})" + (f": {hint}" if hint else "")

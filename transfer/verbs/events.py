@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Literal
 
+from jaxrl_sync.transfer.verbs.errors import VerbsError
+
 NAMES = (
     "CQ_ERR",
     "QP_FATAL",
@@ -80,10 +82,19 @@ class EventWatcher:
     """
 
     def __init__(self, context: Any, tell: Callable[[AsyncEvent], None]) -> None:
+        """VerbsError where there is no descriptor or no thread for it."""
         self._context, self._tell = context, tell
-        self._wake = os.eventfd(0)
-        self._thread = threading.Thread(target=self._run, name=f"events of {context.name}", daemon=True)
-        self._thread.start()
+        name = f"events of {context.name}"
+        try:
+            self._wake = os.eventfd(0)
+        except OSError as error:
+            raise VerbsError(error.errno or 0, f"no descriptor for {name}: {error.strerror}") from error
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            os.close(self._wake)
+            raise VerbsError(0, f"no thread for {name}: {error}") from error
 
     def _run(self) -> None:
         poll = select.poll()

@@ -38,13 +38,17 @@ class OpenDevice:
         self.module = backend(kind)
         self.name = name
         self.context: Any = self.module.Context(name)
-        self.limits: dict[str, Any] = self.context.query_device()
         self._users = 0
         self._slots: dict[int, Registered] = {}
         self._events: collections.deque[tuple[float, AsyncEvent]] = collections.deque(maxlen=64)
         self._watcher = None
-        if hasattr(self.context, "async_fd"):  # pyverbs can't wait for events with a limit
-            self._watcher = EventWatcher(self.context, self._note)
+        try:
+            self.limits: dict[str, Any] = self.context.query_device()
+            if hasattr(self.context, "async_fd"):  # pyverbs can't wait for events with a limit
+                self._watcher = EventWatcher(self.context, self._note)
+        except BaseException:
+            self.context.close()
+            raise
 
     def borrow(self) -> OpenDevice:
         """One user more."""
