@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_sync.transfer.errors import ResourceError
+from jaxrl_sync.transfer import auth
+from jaxrl_sync.transfer.errors import DeadlineError, ResourceError
 from jaxrl_sync.transfer.hub import local
 from jaxrl_sync.transfer.hub.client import HubClient
 from jaxrl_sync.transfer.hub.local import LocalHub, find_hub
@@ -41,7 +42,7 @@ def test_a_second_hub_is_refused_and_the_first_is_found_as_before(tmp_path: Path
         client.register("engine", "e")
         (tmp_path / "other").symlink_to(tmp_path)
         for place in (tmp_path, tmp_path / "other"):
-            with pytest.raises(ResourceError, match="has a hub already, in this process"):
+            with pytest.raises(ResourceError, match=f"has a hub already: pid {os.getpid()} serves it at"):
                 LocalHub(place)
         assert members(tmp_path) == ["e"]
     with LocalHub(tmp_path):
@@ -59,6 +60,8 @@ def test_a_hub_of_another_process_is_named_and_its_death_makes_room(tmp_path: Pa
         assert members(tmp_path) == []
         first.kill()
         first.wait(20)
+        with pytest.raises(DeadlineError, match="within 0.1 s; what is there is of a hub that has died"):
+            find_hub(tmp_path, 0.1)
         with LocalHub(tmp_path) as hub:  # although a child of the dead lives
             assert find_hub(tmp_path, 5).url == hub.url != url
     finally:
@@ -110,3 +113,13 @@ def test_an_address_that_goes_away_while_it_is_looked_for_is_waited_for(
     finally:
         monkeypatch.undo()
         hubs[0].close()
+
+
+def test_an_address_of_another_machine_is_followed_whatever_its_locks_say(tmp_path: Path) -> None:
+    """Locks may not reach beyond a machine."""
+    auth.create_token(tmp_path / "token")
+    (tmp_path / "hub.lock").touch(mode=0o600)
+    for boot in ("another", None):
+        text = json.dumps({"url": "http://10.0.0.1:7070", "pid": 1, "boot": boot})
+        (tmp_path / "hub.json").write_text(text)
+        assert find_hub(tmp_path, 5).url == "http://10.0.0.1:7070"

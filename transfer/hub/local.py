@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import json
 import os
 import queue
@@ -18,20 +16,17 @@ import stat
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from jaxrl_sync.transfer import auth
 from jaxrl_sync.transfer.errors import DeadlineError, ResourceError
+from jaxrl_sync.transfer.hub.claim import Claim, boot, is_deserted
 from jaxrl_sync.transfer.hub.server import run_hub
 
-ADDRESS_FILE, TOKEN_FILE, LOCK_FILE = "hub.json", "token", "hub.lock"
+ADDRESS_FILE, TOKEN_FILE = "hub.json", "token"
 START_S = 30.0
 STOP_S = 10.0
 LOOK_S = 0.05
-
-
-_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-_claimed: set[Path] = set()
-_claiming = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,42 +37,12 @@ class HubAddress:
     token_file: Path
 
 
-class _Claim:
-    """This process serves a folder: a lock that ends with the process, whatever it has forked."""
-
-    def __init__(self, place: Path) -> None:
-        """OSError; ResourceError where another hub serves the folder, in this process or in another one."""
-        self._place, self._fd = place.resolve(), -1
-        with _claiming:
-            if self._place in _claimed:  # a process is never refused its own lock
-                raise ResourceError(f"{place} has a hub already, in this process; close that one first")
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            fd = os.open(place / LOCK_FILE, flags, 0o600)
-            try:
-                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    os.close(fd)
-                    if error.errno not in (errno.EACCES, errno.EAGAIN):
-                        raise
-                    raise ResourceError(f"{place} has a hub already{_whose(place)}") from error
-            self._fd = fd
-            _claimed.add(self._place)
-
-    def close(self) -> None:
-        """Idempotent."""
-        with _claiming:
-            fd, self._fd = self._fd, -1
-            if fd >= 0:
-                _claimed.discard(self._place)
-                os.close(fd)
-
-
 def _whose(place: Path) -> str:
     """Whose a served folder is, in words, as far as it says."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, ResourceError):
-        found = json.loads(_read_own(place / ADDRESS_FILE) or "")
-        return f": pid {int(found['pid'])} serves it at {found['url']}"
+    with contextlib.suppress(ResourceError, ValueError, KeyError, TypeError):
+        found = _address_in(place / ADDRESS_FILE)
+        if found is not None:
+            return f": pid {int(found['pid'])} serves it at {found['url']}"
     return ", of another process"
 
 
@@ -100,9 +65,12 @@ class LocalHub:
         self._address, self._told = place / ADDRESS_FILE, ""
         try:
             place.mkdir(parents=True, exist_ok=True)
-            self._claim = _Claim(place)
+            claim = Claim.of(place)
         except OSError as error:
             raise ResourceError(f"can't write the folder {place}: {error.strerror or error}") from error
+        if claim is None:
+            raise ResourceError(f"{place} has a hub already{_whose(place)}")
+        self._claim = claim
         try:
             for old in (self._address, self.token_file):  # of an earlier run: nobody may find it any more
                 old.unlink(missing_ok=True)
@@ -144,7 +112,7 @@ class LocalHub:
         """Write where the hub is; the file appears whole."""
         partial = self._address.with_suffix(".new")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._told = json.dumps({"url": self.url, "pid": os.getpid()})
+        self._told = json.dumps({"url": self.url, "pid": os.getpid(), "boot": boot()})
         try:
             partial.unlink(missing_ok=True)
             with os.fdopen(os.open(partial, flags, 0o600), "w", encoding="utf8") as file:
@@ -174,19 +142,30 @@ class LocalHub:
 def find_hub(folder: str | Path, timeout_s: float = 60.0) -> HubAddress:
     """The hub that a ``LocalHub`` serves for ``folder``; waits up to ``timeout_s`` for it to come up.
 
+    What a hub left that was killed, on this machine, is no address: the next one is waited for.
     DeadlineError names the file that did not appear; ResourceError when it isn't what a LocalHub of this user
     writes: who comes gives the hub the run token.
     """
     file, deadline = Path(folder) / ADDRESS_FILE, time.monotonic() + timeout_s
-    while (text := _read_own(file)) is None:
+    while (found := _address_in(file)) is None or is_deserted(file.parent, found.get("boot")):
         if time.monotonic() > deadline:
-            raise DeadlineError(f"no hub wrote {file} within {timeout_s:g} s")
+            left = "" if found is None else "; what is there is of a hub that has died"
+            raise DeadlineError(f"no hub wrote {file} within {timeout_s:g} s{left}")
         time.sleep(LOOK_S)
+    return HubAddress(str(found["url"]), Path(folder) / TOKEN_FILE)
+
+
+def _address_in(file: Path) -> dict[str, Any] | None:
+    """What a hub wrote, None where there is nothing (yet)."""
+    text = _read_own(file)
+    if text is None:
+        return None
     try:
-        url = json.loads(text)["url"]
+        found: dict[str, Any] = json.loads(text)
+        found["url"]
     except (ValueError, KeyError, TypeError) as error:
         raise ResourceError(f'{file}: expected {{"url": ...}} of a LocalHub, found other text') from error
-    return HubAddress(str(url), Path(folder) / TOKEN_FILE)
+    return found
 
 
 def _read_own(file: Path) -> str | None:
