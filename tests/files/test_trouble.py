@@ -15,6 +15,7 @@ import pytest
 from jaxrl_sync.transfer.errors import TransferError
 from jaxrl_sync.transfer.files import FilePublisher, FileWriterConfig
 from jaxrl_sync.transfer.files import channel as channel_module
+from jaxrl_sync.transfer.files import writer as writer_module
 from jaxrl_sync.transfer.files.channel import Channel
 from jaxrl_sync.transfer.files.collect import collect
 from jaxrl_sync.transfer.files.config import Trust
@@ -26,6 +27,7 @@ from jaxrl_sync.transfer.files.replay import verify
 from jaxrl_sync.transfer.files.turns import Turns
 from jaxrl_sync.transfer.version import Version
 from tests.files.channels import holds, names, reader, take, tree, write, writer
+from tests.transfer.models import until
 
 
 def test_a_full_disk_costs_a_version_by_name_and_leaves_nothing(
@@ -190,6 +192,33 @@ def test_a_folder_that_is_removed_is_named_by_its_writer_and_its_successor_is_re
             assert holds(serving, 3 * number) and subscriber.installed == Version("run", 3 * number)
     with pytest.raises(TransferError, match="is closed"):
         subscriber.versions()
+
+
+def test_another_rank_says_once_what_keeps_it_from_reading_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It said so fifty times a second, as long as it lasted."""
+    monkeypatch.setattr(writer_module, "TROUBLE_S", 0.01)
+    bad, looks, real = threading.Event(), list[int](), Turns.next
+
+    def troubled(self: Turns, at_least: int, wait_s: float) -> Any:
+        looks.append(at_least)
+        if bad.is_set():
+            raise OSError(errno.EIO, "Input/output error")
+        return real(self, at_least, 0.0)
+
+    monkeypatch.setattr(Turns, "next", troubled)
+    options: Any = {"config": FileWriterConfig(fsync=False), "size": 2, "world": "w"}
+    lead = FilePublisher(tmp_path / "c", tree(0), rank=0, **options)
+    with lead, FilePublisher(tmp_path / "c", tree(0), rank=1, **options) as other:
+        bad.set()
+        seen = len(looks)
+        until(lambda: len(looks) > seen + 20, 60)
+        bad.clear()
+        tickets = [rank.publish(tree(0), Version("run", 0)) for rank in (lead, other)]
+        assert [t.wait(60).state for t in tickets] == ["committed"] * 2
+    lines = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(lines) == 1 and "Input/output error" in lines[0]
 
 
 def test_a_disk_that_takes_no_file_at_all_is_read_and_cleared(

@@ -119,6 +119,6 @@ def test_a_run_whose_engine_lacks_memory_ends_with_its_name(tmp_path: Path) -> N
         lease = hub.register("subscriber", "engine-0", info=told, ttl_s=30.0)
         running = Running(context(tmp_path, url, run={"steps": 100_000}))
         with pytest.raises(PreflightError, match=r"subscriber engine-0\.0: memory is 1048576 bytes free"):
-            running.join(60)
+            running.join(240)
         assert running.exit_code == 3 and "PreflightError" in running.summary["cause"]
         lease.close()

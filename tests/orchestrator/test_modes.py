@@ -45,7 +45,7 @@ def test_sync_generates_a_batch_only_when_every_engine_holds_the_version_before_
         running = Running(
             _case(tmp_path, url, "sync", sync={"initiator": initiator}, eval={"every_steps": 2})
         )
-        running.join(60)
+        running.join(240)
         assert _histograms(running) == [{0: SAMPLES}] * 6
         assert all(len(f.fields["versions"]) for f in trainer.frames)
         if initiator == "push":
@@ -71,7 +71,7 @@ def test_one_step_off_trains_every_batch_but_the_first_on_samples_one_update_old
     with world(tmp_path, train_s=0.1) as (url, engines, trainer):
         engines[1].behaviour.token_s = 0.03
         running = Running(_case(tmp_path, url, "one_step_off", run={"steps": 8}))
-        running.join(60)
+        running.join(240)
         assert _histograms(running) == [{0: SAMPLES}] + [{1: SAMPLES}] * 7
         for frame in trainer.frames:
             versions = {int(v) for s in unpack(frame.fields) for v in s["versions"][s["loss_mask"]]}
@@ -92,7 +92,7 @@ def test_one_step_off_generates_while_the_trainer_trains_and_sync_never_does(
 
         for engine in engines:
             engine.behaviour.hang = note
-        Running(_case(tmp_path, url, mode)).join(60)
+        Running(_case(tmp_path, url, mode)).join(240)
         assert bool(while_training) == overlaps
 
 
@@ -102,7 +102,7 @@ def test_async_trains_on_samples_of_many_ages_within_the_bound(tmp_path: Path, i
     with world(tmp_path, train_s=0.05, moves_itself=initiator == "pull") as (url, engines, trainer):
         engines[1].behaviour.token_s = 0.05
         running = Running(_case(tmp_path, url, "async", 3, run={"steps": 16}, sync={"initiator": initiator}))
-        running.join(60)
+        running.join(240)
         total: dict[int, int] = {}
         for row in _histograms(running):
             for age, n in row.items():
@@ -120,7 +120,7 @@ def test_a_pulling_engine_holds_the_version_that_it_is_evaluated_on(tmp_path: Pa
         running = Running(
             _case(tmp_path, url, "async", 2, run={"steps": 12}, eval={"every_steps": 4, "timeout_s": 20.0})
         )
-        running.join(60)
+        running.join(240)
         rows = running.rows("eval")
         assert [r["missing"] for r in rows] == [0] * len(rows) and len(rows) >= 3
         assert any(kind == "hold" for e in engines for _, kind, _ in e.log)
@@ -131,7 +131,7 @@ def test_the_end_of_one_evaluation_never_ends_the_hold_of_the_next(tmp_path: Pat
     with world(tmp_path, engines=1, train_s=0.05, moves_itself=True) as (url, engines, trainer):
         engines[0].behaviour.eval_s, engines[0].behaviour.release_s = 0.2, 0.3
         running = Running(_case(tmp_path, url, "async", 2, run={"steps": 8}, eval={"every_steps": 1}))
-        running.join(60)
+        running.join(240)
         holds = [kind for _, kind, _ in engines[0].log if kind in ("held", "released")]
         evals = len(running.rows("eval"))
         assert evals >= 3 and holds == ["held", "released"] * evals, "and the last one is ended too"
@@ -147,7 +147,7 @@ def test_a_slow_engine_skips_versions_and_the_bound_holds(tmp_path: Path) -> Non
 
         engines[1].behaviour.swap_hangs = behind
         running = Running(_case(tmp_path, url, "async", 4, run={"steps": 24}))
-        running.join(60)
+        running.join(240)
         slow = [value for _, kind, value in engines[1].log if kind == "swap"]
         fast = [value for _, kind, value in engines[0].log if kind == "swap"]
         assert slow == sorted(set(slow)) and slow[-1] == 24
@@ -171,7 +171,7 @@ def test_groups_outlive_a_step_that_takes_longer_than_they_may_when_their_engine
         engines[0].behaviour.token_s = 0.1
         loop = {"staleness_bound": 2, "group_timeout_s": 2.6}
         running = Running(context(tmp_path, url, run={"steps": 4}, sync={"mode": "async"}, loop=loop))
-        running.join(60)
+        running.join(240)
         flow = running.summary["flow"]["train"]
         assert slept and flow["cancelled"] == flow["errored"] == 0, flow
         assert [r["missing"] for r in running.rows("eval")] == [0, 0]
@@ -195,7 +195,7 @@ def test_an_evaluated_version_is_pinned_at_the_hub_until_its_evaluation_is_over(
     monkeypatch.setattr(process, "HubClient", Pinning)
     with world(tmp_path) as (url, _, _trainer):
         running = Running(_case(tmp_path, url, "async", 2, eval={"pin": True}))
-        running.join(60)
+        running.join(240)
         assert [r["missing"] for r in running.rows("eval")] == [0, 0], "also of one that nobody keeps"
     first = calls[0][1]
     assert calls == [("pin eval", first), ("unpin eval", first), ("pin eval", 6), ("unpin eval", 6)]

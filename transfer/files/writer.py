@@ -44,6 +44,9 @@ UNDECIDED = 3
 """Exports that a rank other than 0 keeps until rank 0 says which one is written: it picks its newest, and the
 ranks of one trainer are never two updates apart."""
 
+TROUBLE_S = 1.0
+"""Until a rank that can't read the channel looks again."""
+
 logger = logging.getLogger("jaxrl_sync.transfer")
 
 
@@ -96,6 +99,7 @@ class FilePublisher:
         self._checked = False
         self._busy = False
         self._error: Exception | None = None
+        self._trouble = ""
         self._stop = threading.Event()
         self._lock: WriterLock | None = None
         token = auth.load_token(token_file) if token_file is not None else None
@@ -270,9 +274,12 @@ class FilePublisher:
         try:
             order = self._turns.next(self._turn, 0.5)
         except (UserError, OSError) as error:
-            logger.warning("%s: %s", self._channel.where, error)
-            self._stop.wait(LOOK_S)
+            if str(error) != self._trouble:  # it may last
+                logger.warning("%s: %s", self._channel.where, error)
+            self._trouble = str(error)
+            self._stop.wait(TROUBLE_S)
             return None, None
+        self._trouble = ""
         if order is None:
             return None, None
         with self._changed:
