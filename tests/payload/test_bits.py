@@ -50,7 +50,7 @@ def test_adversarial_bits_of_every_dtype(rig: Rig, kind: Any, values: Any) -> No
     subscriber = rig.subscriber(transport="tcp", target=shapes, convert=lambda tree: tree)
     for number, tree in enumerate(patterns):
         publisher.publish(_placed(tree, source, P("x", "y")), Version("a", number))
-        update = subscriber.poll(15)
+        update = subscriber.poll(60)
         assert update is not None
         report = update.prepare()
         assert report.payload == ("frame" if number else "full")

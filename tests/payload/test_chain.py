@@ -148,19 +148,19 @@ def test_a_frame_made_ahead_is_there_while_others_are_made(monkeypatch: pytest.M
     def encode(self: Chain, base: Version, *args: Any) -> Any:
         if base == versions[0]:  # of whom fewer ask
             late.set()
-            assert go_on.wait(20)
+            assert go_on.wait(60)
         return real(self, base, *args)
 
     monkeypatch.setattr(Chain, "_encode", encode)
     sources = shards(tree, SOURCE)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         ahead = pool.submit(chain.ahead, versions[2], sources)
-        assert late.wait(10)
+        assert late.wait(60)
         try:
-            assert pool.submit(chain.frame, versions[1], versions[2], sources).result(10) is not None
+            assert pool.submit(chain.frame, versions[1], versions[2], sources).result(60) is not None
         finally:
             go_on.set()
-        ahead.result(10)
+        ahead.result(60)
     assert chain.encoded == 2
 
 

@@ -84,7 +84,7 @@ def _check(rig: Rig, engine: EngineConfig, model: Any, dtype: str, compare: Any)
     before: dict[str, Any] = {}
     for number in range(VERSIONS):
         publisher.publish(params, Version(compare, number))
-        update = subscriber.poll(15)
+        update = subscriber.poll(60)
         assert update is not None
         report, expected = update.prepare(), sent(params)
         found = update.swap()

@@ -13,6 +13,7 @@ from jaxrl_sync.transfer import Version
 from jaxrl_sync.transfer.codec.errors import CorruptFrame, WrongBase
 from jaxrl_sync.transfer.codec.rules import CodingRules
 from jaxrl_sync.transfer.errors import MismatchError
+from jaxrl_sync.transfer.outcome import Ticket
 from jaxrl_sync.transfer.payload.chain import Chain
 from jaxrl_sync.transfer.payload.settings import PayloadSettings
 from tests.transfer.models import Rig, convert, host, same_bits, take, trainer_params, until
@@ -32,9 +33,15 @@ def _step(params: Any, seed: Any) -> Any:
 
 
 def _prepare(subscriber: Any) -> Any:
-    update = subscriber.poll(15)
+    update = subscriber.poll(60)
     assert update is not None
     return update, update.prepare()
+
+
+def _installed(ticket: Ticket, *engines: str) -> None:
+    """Wait until the publisher has heard of these, too: its links hear an engine after that has swapped."""
+    until(lambda: set(engines) <= ticket.wait(60).engines.keys())
+    assert all(ticket.wait(60).engines[name][0].state == "installed" for name in engines)
 
 
 @pytest.mark.invariant(39)
@@ -64,7 +71,7 @@ def test_frames_bring_every_version_bit_for_bit(rig: Rig, transport: str, values
         else:
             assert report.payload == "frame" and report.transport == transport
             assert report.nbytes < full_bytes / 4 and 0 < report.density < 0.1 and report.coding
-            rank = ticket.wait(10).engines["engine-0"][0]
+            rank = ticket.wait(60).engines["engine-0"][0]
             assert (rank.payload, rank.nbytes) == ("frame", report.nbytes)
             assert rank.density == pytest.approx(report.density) and rank.coding == report.coding
             assert rank.compared == compare and 0 < rank.seconds["compare"] <= rank.seconds["encode"]
@@ -84,9 +91,10 @@ def test_equal_replicas_share_what_the_devices_find(rig: Rig, count: int) -> Non
     publisher = rig.publisher(params, "tcp", payload=settings)
     engines = [rig.subscriber(f"engine-{i}", transport="tcp") for i in range(count)]
     for number in range(3):
-        publisher.publish(params, Version("a", number))
+        ticket = publisher.publish(params, Version("a", number))
         for engine in engines:
             assert same_bits(take(engine)[1], convert(params))
+        _installed(ticket, *(f"engine-{i}" for i in range(count)))  # else frames are made of older bases, too
         params = _step(params, number)
     stats = publisher.stats()
     assert (stats["device_compares"], stats["frames_encoded"], stats["frames"]) == (2, 2, 2 * count)
@@ -104,11 +112,12 @@ def test_shards_that_stay_on_their_devices_are_read_once_and_only_where_an_edge_
     step, read = jax.jit(_step, donate_argnums=0), list[float]()
     for number in range(3):
         expected = host(jax.jit(convert)(params))
-        publisher.publish(params, Version("a", number))
+        ticket = publisher.publish(params, Version("a", number))
         params = step(params, number)
         for subscriber in subscribers:
             found = host(take(subscriber)[1])
             assert all(np.array_equal(found[p], expected[p]) for p in expected)
+        _installed(ticket, "engine-0", "engine-1")
         read.append(publisher.stats()["shards_read"])
     (held,) = publisher._retained._held
     shards = sum(len(x.addressable_shards) for kind in held.exports.values() for x in kind.values())
@@ -152,9 +161,10 @@ def test_a_slow_engine_gets_the_union_and_a_late_one_an_anchor(rig: Rig) -> None
     params = trainer_params()
     publisher = rig.publisher(params, "tcp", payload=SPARSE)
     fast, slow = rig.subscriber("fast", transport="tcp"), rig.subscriber("slow", transport="tcp")
-    publisher.publish(params, Version("a", 0))
+    ticket = publisher.publish(params, Version("a", 0))
     take(fast)
     take(slow)
+    _installed(ticket, "fast", "slow")  # else nothing is kept for the slow one
     for number in range(1, 5):
         params = _step(params, number)
         publisher.publish(params, Version("a", number))
@@ -253,7 +263,7 @@ def test_a_bad_frame_is_refused_by_name_and_repaired_by_an_anchor(
     before, links = host(tree), list(subscriber._links._links.values())
     params = _step(params, 2)
     publisher.publish(params, Version("a", 2))
-    update = subscriber.poll(15)
+    update = subscriber.poll(60)
     assert update is not None
     error = {"flip": CorruptFrame, "replay": WrongBase, "sums": MismatchError}[damage]
     with pytest.raises(error):

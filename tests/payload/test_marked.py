@@ -75,7 +75,7 @@ def test_marks_of_the_train_step_bring_every_version_bit_for_bit(rig: Rig, publi
     given: Any = tree()
     for number in range(6):
         publisher.publish(given, Version("a", number))
-        update = subscriber.poll(15)
+        update = subscriber.poll(60)
         assert update is not None
         report = update.prepare()
         assert report.payload == ("frame" if number else "full")
@@ -97,7 +97,7 @@ def test_marks_since_another_version_and_on_the_host_are_let_go(rig: Rig) -> Non
             given: Any = nested(steps.masters)
             for number in range(3):
                 publisher.publish(given, Version(compare, number))
-                update = subscriber.poll(15)
+                update = subscriber.poll(60)
                 assert update is not None and update.prepare() is not None
                 assert same_bits(update.swap(), convert(nested(steps.masters)))
                 steps.step(number)
@@ -257,7 +257,7 @@ def test_what_missing_marks_let_out_is_made_good_by_everything_once_one_is_found
     seen = []
     for number in range(7):
         publisher.publish(given, Version("a", number))
-        update = subscriber.poll(15)
+        update = subscriber.poll(60)
         assert update is not None
         payload = update.prepare().payload
         seen.append((payload, same_bits(update.swap(), convert(nested(steps.masters)))))

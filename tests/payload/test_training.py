@@ -46,7 +46,7 @@ def _take(subscriber: Subscriber, wanted: Version, expected: Any) -> str:
     """Take versions until ``wanted`` serves, which must have these bits; the last payload."""
     payload = ""
     while subscriber.installed != wanted:
-        update = subscriber.poll(20)
+        update = subscriber.poll(60)
         assert update is not None, (subscriber.installed, wanted)
         payload = update.prepare().payload
         tree = update.swap()
