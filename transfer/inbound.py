@@ -171,8 +171,7 @@ class Inbound:
         opened = self._ask(message, "opened", self._config.hub_timeout_s)
         self.terms = terms = Terms.from_json(opened.get("terms"))
         if terms.transport == "shm":
-            answer = bytes.fromhex(str(opened.get("answer")))
-            if memories and memories[0].answered_with(answer):
+            if memories and memories[0].answered_with(str(opened.get("answer"))):
                 logger.info("edge from %s: shm (%s)", self.peer, terms.reason)
                 return ShmReceiver()
             if transport == "shm":

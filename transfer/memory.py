@@ -114,10 +114,10 @@ class SharedMemory(Closing):
         self.data = memoryview(self._map)[HEADER_BYTES:]
         self._linked = True
 
-    def answered_with(self, answer: bytes) -> bool:
-        """Whether the process that opened the segment wrote ``answer`` into it."""
+    def answered_with(self, answer: str) -> bool:
+        """Whether the process that opened the segment wrote ``answer``, in hexadecimal here, into it."""
         with contextlib.suppress(ValueError):  # the segment was replaced while the link was being opened
-            return bytes(self._map[_ANSWER_AT : _HEAD.size]) == answer
+            return self._map[_ANSWER_AT : _HEAD.size].hex() == answer
         return False
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ def test_segment_is_private_and_goes_with_close() -> None:
     other = ForeignMemory(segment.name, segment.nonce.hex(), 8192, RUN)
     assert bytes(other.data[:3]) == b"abc"
     answer = other.answer()
-    assert segment.answered_with(answer) and not segment.answered_with(bytes(32))
+    assert segment.answered_with(answer.hex()) and not segment.answered_with("00" * 32)
     other.data[5] = 7
     assert segment.data[5] == 7
     other.close()
@@ -118,7 +118,7 @@ def test_a_segment_that_was_replaced_meanwhile_has_no_answer() -> None:
     other = ForeignMemory(segment.name, segment.nonce.hex(), 4096, RUN)
     answer = other.answer()
     segment.close()
-    assert not segment.answered_with(answer)
+    assert not segment.answered_with(answer.hex())
     other.close()
 
 
