@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from jaxrl_sync.transfer.hub.client import HubClient
+from jaxrl_sync.transfer.hub.refused import HubRefused
 from jaxrl_sync.transfer.hub.state import version_json
 from jaxrl_sync.transfer.version import Version
 
@@ -42,13 +43,21 @@ class Announcer:
     def announce(self, version: Version) -> None:
         """The version exists: whoever asks the hub for the newest is told. Blocks; errors of HubClient."""
         self._last = version
+        self._tell(version)
+
+    def _tell(self, version: Version) -> None:
         body = {"model": self._model, "version": version_json(version), "bytes": self._nbytes}
         self._lease.call("/v1/event/announce", body)
 
     def _again(self) -> None:
         """A restarted hub knows nothing."""
-        if self._last is not None:
-            self.announce(self._last)
+        if self._last is None:
+            return
+        try:
+            self._tell(self._last)
+        except HubRefused as error:
+            if error.code != "regress":  # else a later one was announced meanwhile
+                raise
 
     def close(self) -> None:
         """Leave the hub. Idempotent."""
