@@ -54,6 +54,7 @@ class Generation:
         self._queue: asyncio.Queue[Arrival] = asyncio.Queue()
         self._running: set[int] = set()
         self._choices = [Choice(i, tokenizer, job.stops, job.stop_token_ids) for i in range(job.num_choices)]
+        self._unfinished = job.num_choices
         self._end = time.monotonic() + (job.options.timeout_s or DEFAULT_TIMEOUT_S) + ENGINE_GRACE_S
         try:
             for key, request in enumerate(job.requests):
@@ -71,7 +72,7 @@ class Generation:
     async def pieces(self) -> AsyncIterator[Piece | None]:
         """Pieces of all choices as they come, the last of each with its finish reason; None is a sign of
         life while nothing comes. Raises EngineError, TimeoutError."""
-        while not all(c.finished for c in self._choices):
+        while self._unfinished:
             arrival = await self._next()
             if arrival is None:
                 yield None
@@ -94,7 +95,9 @@ class Generation:
             samples = arrival.item.result(0).samples
             pieces = [self._choices[first + i].finish(s.finish_reason) for i, s in enumerate(samples)]
         self._abort_stopped(arrival.key)
-        return [p for p in pieces if p is not None]
+        known = [p for p in pieces if p is not None]
+        self._unfinished -= sum(p.finish_reason is not None for p in known)
+        return known
 
     def _abort_stopped(self, key: int) -> None:
         """The engine knows no stop strings: once they ended all samples of a group, it is told."""

@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -164,7 +165,7 @@ def answering(handler: Callable[[HttpRequest], Awaitable[Response]]) -> Callable
             return error_response(path, 504, "DeadlineError", str(error) or "deadline passed")
         except RecursionError:  # JSON that could just be read, and not be shown
             return error_response(path, 400, "RequestError", "body is nested too deeply")
-        except ClientGone:
+        except (ClientGone, ClientDisconnect):  # before its answer, or in the middle of its body
             return Response(status_code=499)  # nobody reads it; the log tells it from an answer
         except Exception as error:
             log.exception("%s failed", path)

@@ -232,6 +232,6 @@ def _version(value: Any) -> Version | None:
     if not isinstance(value, Mapping) or set(value) != {"lineage", "number"}:
         raise RequestError(f"version: expected null or {{lineage, number}}, got {_shown(value)}")
     try:
-        return Version(str(value["lineage"]), _typed(value, "number", int, None))
+        return Version(_typed(value, "lineage", str, None), _typed(value, "number", int, None))
     except ValueError as error:
         raise RequestError(f"version: {error}") from error

@@ -74,6 +74,8 @@ class Supervisor:
         self._view = view
         self._shm_prefix = shm_prefix
         self._interrupts = self._patience = 0
+        self._overdue: set[str] = set()
+        """Workers that were killed because they had not ended in time."""
         self._hub_port: int | None = None
         self._stopwatch = StopWatch(settings.stopped_timeout_s)
 
@@ -100,8 +102,7 @@ class Supervisor:
                 self._look_once(watchdog)
                 time.sleep(POLL_S)
         except RunEnded as end:
-            self._drain(end.outcome)
-            return end.outcome
+            return self._drain(end.outcome)
 
     def _start_all(self) -> None:
         """The hub first: everybody else looks for its address."""
@@ -208,18 +209,36 @@ class Supervisor:
         if end is not None and end.code != 0:
             raise RunEnded(Outcome(_exit_code(end), end.cause))
 
-    def _drain(self, outcome: Outcome) -> None:
+    def _drain(self, outcome: Outcome) -> Outcome:
         """SIGTERM, then SIGKILL after the grace time; the orchestrator first unless the run has failed.
 
-        A further interrupt at any stage ends the waiting of this and of all later stages.
+        A further interrupt at any stage ends the waiting of this and of all later stages. Returns how the run
+        ended: not well if the trainer, whose last checkpoint comes now, ended badly.
         """
         self._patience = self._interrupts
-        if outcome.code in (0, INTERRUPTED):
-            self._stop(self._of("orchestrator"))
-            self._stop([w for w in self._workers if w.spec.role not in ("orchestrator", "hub")])
-            self._stop(self._of("hub"))
-        else:
+        if outcome.code not in (0, INTERRUPTED):
             self._stop(self._workers)
+            return outcome
+        self._stop(self._of("orchestrator"))
+        self._stop([w for w in self._workers if w.spec.role not in ("orchestrator", "hub")])
+        self._stop(self._of("hub"))
+        return self._with_trainer(outcome)
+
+    def _with_trainer(self, outcome: Outcome) -> Outcome:
+        for worker in self._of("trainer"):
+            end = worker.first_exit()
+            if end is None or end.code in (0, -signal.SIGTERM) or self._interrupts > self._patience:
+                continue  # it ended well, had not begun, or nobody wanted to wait for it
+            cause = end.cause
+            if worker.name in self._overdue:
+                cause = (
+                    f"{end.process} still ran {self._settings.grace_s:g} s after SIGTERM and was killed: its "
+                    "last checkpoint may be missing (run.grace_s)"
+                )
+            if outcome.code:
+                return Outcome(outcome.code, f"{outcome.cause}; {cause}")
+            return Outcome(_exit_code(end), cause)
+        return outcome
 
     def _stop(self, workers: Sequence[Worker]) -> None:
         for worker in workers:
@@ -239,6 +258,7 @@ class Supervisor:
                     else f"still alive {self._settings.grace_s:g} s after SIGTERM"
                 )
                 self._event("kill", worker.name, why)
+                self._overdue.add(worker.name)
             worker.kill()
 
     def _of(self, role: str) -> list[Worker]:

@@ -67,11 +67,13 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     rows = []
-    for line in path.read_text(encoding="utf8").splitlines():
+    for line in path.read_text(encoding="utf8", errors="replace").splitlines():
         try:
-            rows.append(json.loads(line))
-        except ValueError:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
             continue
+        if isinstance(row, dict):
+            rows.append(row)
     return rows
 
 
@@ -113,15 +115,15 @@ def _keep_until(path: Path, step: int) -> list[dict[str, Any]]:
     """Leave only whole rows up to ``step`` in ``path``; returns them. What was there is kept beside it."""
     if not path.exists():
         return []
-    text = path.read_text(encoding="utf8")
+    data = path.read_bytes()
     rows = read_rows(path)
     kept = [r for r in rows if int(r.get("step", 0)) <= step]
-    if len(kept) == len(rows) and text.endswith("\n"):
+    if len(kept) == data.count(b"\n") and data.endswith(b"\n"):
         return kept
     attempt = 1
     while path.with_name(f"metrics.{attempt}.jsonl").exists():
         attempt += 1
-    path.with_name(f"metrics.{attempt}.jsonl").write_text(text, encoding="utf8")
+    path.with_name(f"metrics.{attempt}.jsonl").write_bytes(data)
     scratch = path.with_name(".metrics.jsonl")
     scratch.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf8")
     scratch.replace(path)

@@ -75,7 +75,7 @@ def run_of(
 
 def settings(**changes: Any) -> RunSection:
     """Run settings with short deadlines."""
-    short = {"start_timeout_s": 15.0, "stuck_timeout_s": 15.0, "grace_s": 2.0, "stopped_timeout_s": 1.0}
+    short = {"start_timeout_s": 60.0, "stuck_timeout_s": 60.0, "grace_s": 2.0, "stopped_timeout_s": 1.0}
     return RunSection.model_validate({**short, **changes})
 
 

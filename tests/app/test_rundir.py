@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from jaxrl_sync.config import load, parse_overrides
 from jaxrl_sync.launch.run import forget_attempt, needs_token
 from jaxrl_sync.launch.rundir import RunDirError, create, locked
+from jaxrl_sync.orchestrator.rundir import MetricsFile, read_rows
 from jaxrl_sync.transfer.auth import create_token, load_token
 from jaxrl_sync.transfer.files.channel import Channel
 from jaxrl_sync.transfer.files.config import Trust
@@ -46,6 +48,23 @@ def test_an_earlier_attempt_leaves_its_history_but_not_its_addresses(tmp_path: P
         (tmp_path / name).write_text("{}")
     forget_attempt(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl"]
+
+
+def test_what_a_crash_left_of_the_metrics_is_kept_beside_their_whole_rows(tmp_path: Path) -> None:
+    """A disk may leave any bytes behind: they ended a resumed run with a traceback."""
+    rows = [{"kind": "step", "step": n} for n in (1, 2, 3)]
+    whole = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    torn = whole + b'\x00\xf7\xff\n5\n{"kind": "step", "st'
+    (tmp_path / "metrics.jsonl").write_bytes(torn)
+    metrics = MetricsFile(tmp_path, resume_step=2)
+    metrics.append({"kind": "step", "step": 3, "again": True})
+    metrics.close()
+    assert metrics.earlier == rows[:2]
+    assert read_rows(tmp_path / "metrics.jsonl") == [*rows[:2], {"kind": "step", "step": 3, "again": True}]
+    assert (tmp_path / "metrics.1.jsonl").read_bytes() == torn
+    (tmp_path / "metrics.jsonl").write_bytes(whole)
+    MetricsFile(tmp_path, resume_step=3).close()
+    assert not (tmp_path / "metrics.2.jsonl").exists(), "nothing was cut off"
 
 
 def test_a_resumed_run_keeps_the_token_that_sealed_its_channel(tmp_path: Path) -> None:

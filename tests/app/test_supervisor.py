@@ -249,6 +249,29 @@ def test_what_ignores_sigterm_is_killed_after_the_grace_time(tmp_path: Path) -> 
     assert ("kill", "engine-0") in [(e["event"], e["process"]) for e in events(tmp_path)]
 
 
+DONE_AFTER_TRAINER = DONE_AFTER_ENGINE.replace("engine-0", "trainer-0")
+FULL_DISK = "announce()\nstop.wait()\nprint('jaxrl-sync: error: no space left', flush=True)\nsys.exit(3)\n"
+
+
+def test_a_trainer_that_could_not_save_its_last_checkpoint_is_how_the_run_ended(tmp_path: Path) -> None:
+    """The run said that all was well, and the weights were lost."""
+    specs = run_of(tmp_path, trainer=FULL_DISK, orchestrator=DONE_AFTER_TRAINER)
+    assert supervise(tmp_path, specs, grace_s=60.0) == Outcome(3, "trainer-0: no space left")
+
+
+def test_a_trainer_that_is_killed_while_it_saves_is_how_the_run_ended(tmp_path: Path) -> None:
+    saves = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nannounce()\ntime.sleep(600)\n"
+    outcome = supervise(tmp_path, run_of(tmp_path, trainer=saves, orchestrator=DONE_AFTER_TRAINER))
+    said = "trainer-0 still ran 2 s after SIGTERM and was killed: its last checkpoint may be missing"
+    assert outcome == Outcome(4, f"{said} (run.grace_s)")
+
+
+def test_an_interrupted_run_says_that_nothing_was_saved(tmp_path: Path) -> None:
+    when_up(tmp_path, interrupt)
+    outcome = supervise(tmp_path, run_of(tmp_path, trainer=FULL_DISK), grace_s=60.0)
+    assert outcome == Outcome(130, "interrupted; trainer-0: no space left")
+
+
 def test_grandchildren_and_shared_memory_are_swept(tmp_path: Path) -> None:
     prefix = f"jaxrl_sync-test{os.getpid()}-"
     engine = "import subprocess\n"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import socket
+import threading
 import time
 from typing import Any
 
 import httpx
 import pytest
+from starlette.responses import Response
 
 from jaxrl_sync.inference import http_shell
 from jaxrl_sync.inference.engine import Engine
@@ -60,12 +63,11 @@ def test_slow_headers_are_cut_off(
 ) -> None:
     monkeypatch.setattr(impatient, "HEADERS_DEADLINE_S", 0.2)
     monkeypatch.setattr(impatient, "KEEP_ALIVE_S", 0.2)
-    sock = raw(server, beginning)
     begun = time.monotonic()
-    while sock.recv(4096):
-        pass
+    with contextlib.suppress(ConnectionError), raw(server, beginning) as sock:  # cut off before it had sent
+        while sock.recv(4096):
+            pass
     assert time.monotonic() - begun < 10
-    sock.close()
 
 
 def test_slow_body_is_408(server: EngineServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,6 +82,25 @@ def test_slow_body_is_408(server: EngineServer, monkeypatch: pytest.MonkeyPatch)
     assert answer.startswith(b"HTTP/1.1 408")
 
 
+def test_a_client_that_goes_away_in_its_body_is_no_error_of_the_server(
+    server: EngineServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log had a traceback for each of them."""
+    answers: list[int] = []
+    ended = threading.Event()
+
+    def seen(*args: Any, **more: Any) -> Any:
+        answers.append(more.get("status_code", 200))
+        ended.set()
+        return Response(*args, **more)
+
+    with pytest.MonkeyPatch.context() as patched, caplog.at_level(logging.INFO):
+        patched.setattr(http_shell, "Response", seen)
+        raw(server, post("/generate", generate_body("cut"))[:-5]).close()
+        assert ended.wait(60)
+    assert answers == [499] and not [r for r in caplog.records if r.levelno >= logging.ERROR]
+
+
 def test_reader_that_lets_its_answers_stand_is_cut_off(
     server: EngineServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,7 +111,7 @@ def test_reader_that_lets_its_answers_stand_is_cut_off(
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect((host, int(port)))
         sock.settimeout(0.5)
-        end = time.monotonic() + 30
+        end = time.monotonic() + 240
         with pytest.raises(ConnectionError):
             while time.monotonic() < end:
                 with contextlib.suppress(TimeoutError):
@@ -98,9 +119,10 @@ def test_reader_that_lets_its_answers_stand_is_cut_off(
 
 
 def test_header_of_many_bytes_is_refused(server: EngineServer) -> None:
-    sock = raw(server, b"GET /health HTTP/1.1\r\nX: " + b"a" * (1 << 17))
-    assert sock.recv(4096).startswith(b"HTTP/1.1 400")
-    sock.close()
+    with raw(server, b"GET /health HTTP/1.1\r\nX: ") as sock:
+        with contextlib.suppress(ConnectionError):  # the answer may be there, and the end, before all is sent
+            sock.sendall(b"a" * (1 << 17))
+        assert sock.recv(4096).startswith(b"HTTP/1.1 400")
 
 
 @pytest.mark.parametrize(
@@ -131,6 +153,7 @@ def test_heads_that_lie_are_refused_and_the_server_lives(
         ("/generate", b'{"a":' * 5000),
         ("/generate", b'{"request_id": "\\ud800", "prompt": [1], "n": 1' + b"0" * 5000 + b"}"),
         ("/generate", b'{"request_id": "x", "prompt": [NaN]}'),
+        ("/generate", b'{"request_id": "x", "prompt": [1], "version": {"lineage": {"a": 1}, "number": 1}}'),
         ("/swap", b'{"lineage": "a", "number": 1, "timeout_s": NaN}'),
         ("/v1/completions", b'{"model": "policy", "prompt": "\\ud800"}'),
         (
