@@ -198,6 +198,8 @@ def test_rails_are_different_ports_and_face_each_other(tmp_path: Path) -> None:
         names(4)
     with pytest.raises(VerbsError, match="d:1: DOWN"):
         names(2, ("a", "d"))
+    with pytest.raises(VerbsError, match="2 rails are wanted, but of a:1, a:1 one is named twice"):
+        names(2, ("a", "a:1"))
 
 
 def test_counters_of_a_port(tmp_path: Path) -> None:

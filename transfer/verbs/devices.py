@@ -310,7 +310,11 @@ def rails(ports: Sequence[Port], choice: Choice, count: int) -> list[Chosen]:
     if count == 1:
         return [choose(ports, choice)]
     if len(named) >= count:
-        return [choose(ports, dataclasses.replace(choice, include=(name,))) for name in named[:count]]
+        chosen = [choose(ports, dataclasses.replace(choice, include=(name,))) for name in named[:count]]
+        names = [c.port.name for c in chosen]
+        if len(set(names)) < count:
+            raise VerbsError(0, f"{count} rails are wanted, but of {', '.join(names)} one is named twice")
+        return chosen
     found, failures = [], []
     for port in candidates(ports, choice):
         try:
