@@ -81,13 +81,13 @@ ADVANCE = ME | {"round": "r", "to": "begun"}
         (
             "announce",
             ME | {"model": "m", "version": {"lineage": "a", "number": 10**400}},
-            "a version is",
+            "a version's number is at most",
         ),
-        ("announce", ME | {"model": "m", "version": {"lineage": "a\n", "number": 1}}, "a version is"),
+        ("announce", ME | {"model": "m", "version": {"lineage": "a\n", "number": 1}}, "a version's lineage"),
         (
             "announce",
             ME | {"model": "m", "version": {"lineage": "a" * 999, "number": 1}},
-            "a version is",
+            "a version's lineage is printable and of at most 256",
         ),
         ("advance", ME | {"round": "r", "to": "begun", "parts": [10**400, 1]}, "parts is"),
         ("heartbeat", ME | {"name": "a\nb"}, "must be printable"),
