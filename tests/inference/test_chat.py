@@ -107,7 +107,7 @@ def test_template_that_never_ends_fails_its_request_only(source: str) -> None:
     ],
 )
 def test_hostile_templates_get_nothing(source: str, words: str) -> None:
-    form = TemplateFormat(source, {})
+    form = TemplateFormat(source, {}, deadline_s=60.0)
     try:
         with pytest.raises(ChatError) as caught:
             form.render(TALK, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,11 @@ def test_versions_that_overwrite_the_serving_one_are_whole_or_refused(
         with monkeypatch.context() as patched:
             patched.setattr(ShmSender, "_copy", breaks)
             publisher.publish(params_of(2), Version("a", 3))
-            with pytest.raises(SwapTimeoutError):
-                updater.swap(Version("a", 3), 1.0).result(20)
+            deadline = time.monotonic() + 120
+            while engine.state != "poisoned":  # the first part may not even be there within a second
+                assert time.monotonic() < deadline
+                with pytest.raises(SwapTimeoutError):
+                    updater.swap(Version("a", 3), 1.0).result(20)
         assert engine.stats().state == "poisoned" and engine.version == Version("a", 2)
         with pytest.raises(PoisonedError, match="written over the serving one"):
             engine.submit(ask("refused", PROMPT))

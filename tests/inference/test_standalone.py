@@ -269,6 +269,6 @@ def test_start_that_can_not_be_is_one_line(change: Any, code: int, words: str) -
     with socket.create_server(("127.0.0.1", 0)) as taken:
         change = {"port": taken.getsockname()[1]} if change == "port" else change
         child = start({"engine": ENGINE, "model": MODEL, **change})
-        _, errors = child.communicate(timeout=60)
+        _, errors = child.communicate(timeout=240)
     assert child.returncode == code
     assert words in errors and errors.startswith("error: ") and errors.count("\n") == 1
