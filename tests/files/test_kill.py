@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from jaxrl_sync.transfer.files.channel import Channel
 from jaxrl_sync.transfer.files.config import Trust
+from jaxrl_sync.transfer.files.errors import ChannelBusy
 from jaxrl_sync.transfer.files.replay import verify
 from jaxrl_sync.transfer.version import Version
 from tests.files.channels import holds, names, reader, take, write, writer
@@ -94,4 +96,39 @@ def test_a_writer_that_hangs_and_comes_back_adds_nothing_to_a_channel_that_anoth
             until(lambda: f"{2:012d}-run" not in names(path, "versions"))
     finally:
         child.kill()
+        child.communicate(timeout=20)
+
+
+FORKS = """
+import sys, tests.conftest
+from pathlib import Path
+from jaxrl_sync.transfer.version import Version
+from tests.files.channels import write, writer
+import os, time
+publisher = writer(Path(sys.argv[1]))
+write(publisher, 0)
+if os.fork() == 0:  # as data loaders do; it outlives its parent
+    time.sleep(200)
+print("forked", flush=True)
+time.sleep(200)
+"""
+
+
+@pytest.mark.slow
+def test_what_a_killed_writer_has_forked_does_not_hold_its_channel(tmp_path: Path) -> None:
+    """The next one was refused, by the id of a process that was gone."""
+    path = tmp_path / "c"
+    child = subprocess.Popen(
+        [sys.executable, "-c", FORKS, str(path)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert child.stdout is not None and child.stdout.readline() == "forked\n"
+        with pytest.raises(ChannelBusy, match=f"is being written by pid {child.pid} on"):
+            writer(path)
+        child.kill()
+        child.wait(20)
+        with writer(path) as publisher:
+            write(publisher, 1)
+    finally:
+        os.killpg(child.pid, signal.SIGKILL)
         child.communicate(timeout=20)

@@ -15,6 +15,7 @@ import fcntl
 import os
 import re
 import socket
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -187,29 +188,50 @@ class Epochs:
                 self._folder.remove(name)
 
 
+_locked: set[tuple[int, int, int]] = set()
+"""Process, device and inode of folders written here: what is forked inherits the set, not the locks."""
+_locking = threading.Lock()
+
+
 class WriterLock:
-    """The lock that a writer's rank 0 holds while it lives, where the file system has locks."""
+    """The lock that a writer's rank 0 holds while it lives, where the file system has locks.
+
+    It is the process's: what it has forked doesn't hold it when it is gone. So other writers of the same
+    process are known by the folder's identity.
+    """
 
     def __init__(self, root: Folder, epochs: Epochs) -> None:
         """ChannelBusy where another process (or another writer of this one) holds it."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            self._fd = os.open(names.LOCK, flags, 0o600, dir_fd=root.fd)
-        except OSError as error:
-            raise ChannelError(f"{root.where}/{names.LOCK} can't be opened: {error.strerror}") from error
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-                return
-            self.close()
-            raise ChannelBusy(f"{root.where} is being written by {epochs.holder()}") from error
+        info = os.fstat(root.fd)
+        self._folder, self._fd = (os.getpid(), info.st_dev, info.st_ino), -1
+        with _locking:
+            if self._folder in _locked:
+                raise ChannelBusy(f"{root.where} is being written by {epochs.holder()}")
+            fd = _open_lock(root)
+            try:
+                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+                    os.close(fd)
+                    raise ChannelBusy(f"{root.where} is being written by {epochs.holder()}") from error
+            _locked.add(self._folder)
+            self._fd = fd
 
     def close(self) -> None:
         """Let go. Idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        with _locking:
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                _locked.discard(self._folder)
+                os.close(fd)
+
+
+def _open_lock(root: Folder) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(names.LOCK, flags, 0o600, dir_fd=root.fd)
+    except OSError as error:
+        raise ChannelError(f"{root.where}/{names.LOCK} can't be opened: {error.strerror}") from error
 
 
 def _name(epoch: int) -> str:

@@ -13,24 +13,25 @@ LOCK_FILE = "hub.lock"
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _QUERY = "hhqqi"
 """struct flock of 64-bit Linux: type, whence, start, length, pid."""
-_claimed: set[Path] = set()
+_claimed: set[tuple[int, Path]] = set()
+"""Process and folder: what is forked inherits the set, not the locks."""
 _claiming = threading.Lock()
 
 
 class Claim:
     """This process serves a folder, until ``close()``. Where a file system has no locks, anybody may."""
 
-    def __init__(self, place: Path, fd: int) -> None:
-        self._place, self._fd = place, fd
+    def __init__(self, key: tuple[int, Path], fd: int) -> None:
+        self._key, self._fd = key, fd
 
     @classmethod
     def of(cls, folder: Path) -> Claim | None:
         """None where a process serves the folder already, this one or another. OSError."""
-        place = folder.resolve()
+        key = os.getpid(), folder.resolve()
         with _claiming:
-            if place in _claimed:  # its own lock is no obstacle to a process
+            if key in _claimed:  # its own lock is no obstacle to a process
                 return None
-            fd = os.open(place / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            fd = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -39,15 +40,15 @@ class Claim:
                     if error.errno not in (errno.EACCES, errno.EAGAIN):
                         raise
                     return None
-            _claimed.add(place)
-        return cls(place, fd)
+            _claimed.add(key)
+        return cls(key, fd)
 
     def close(self) -> None:
         """Let go. Idempotent."""
         with _claiming:
             fd, self._fd = self._fd, -1
             if fd >= 0:
-                _claimed.discard(self._place)
+                _claimed.discard(self._key)
                 os.close(fd)
 
 
@@ -57,7 +58,7 @@ def is_deserted(folder: Path, boot_of: object) -> bool:
     if boot_of is None or boot_of != boot() or struct.calcsize("P") != 8:  # only Linux has a boot id
         return False
     with _claiming:  # whoever closes a file gives up the locks of its process on it
-        if folder.resolve() in _claimed:
+        if (os.getpid(), folder.resolve()) in _claimed:
             return False
         try:
             fd = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
