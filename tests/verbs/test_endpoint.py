@@ -51,9 +51,9 @@ def test_error_names_peer_device_queue_pair_and_cause(token_file: Path, fake: Fa
         )
         remote = remote_of(target.describe(), 1, "target")
         fake.kill(b.lanes[0].pair.qp_num)
-        a.write(a.lanes[0], source, rows((0, 0, 100)), remote, time.monotonic() + 5, imm=5)
+        a.write(a.lanes[0], source, rows((0, 0, 100)), remote, time.monotonic() + 60, imm=5)
         with pytest.raises(PeerUnreachable) as caught:
-            a.events(time.monotonic() + 5, "sending")
+            a.events(time.monotonic() + 60, "sending")
         number = f"0x{a.lanes[0].pair.qp_num:06x}"
         assert isinstance(caught.value, PeerLost)
         assert str(caught.value) == (
@@ -94,14 +94,14 @@ def test_memory_that_was_closed_is_a_remote_access_error(token_file: Path, fake:
         assert device.register_slot(memory, 1 << 40) is registered
         described = {"address": registered.address, "nbytes": 8192, "rails": [registered.describe()]}
         source, remote = a.register(touched(4096), remote_write=False), remote_of(described, 1, "slot")
-        a.write(a.lanes[0], source, rows((0, 5, 100)), remote, time.monotonic() + 5)
-        a.events(time.monotonic() + 5, "sending")
+        a.write(a.lanes[0], source, rows((0, 5, 100)), remote, time.monotonic() + 60)
+        a.events(time.monotonic() + 60, "sending")
         memory.close()
-        a.write(a.lanes[0], source, rows((0, 5, 100)), remote, time.monotonic() + 5)
+        a.write(a.lanes[0], source, rows((0, 5, 100)), remote, time.monotonic() + 60)
         with pytest.raises(
             CompletionError, match="remote access error .*the peer closed or replaced that memory"
         ):
-            a.events(time.monotonic() + 5, "sending")
+            a.events(time.monotonic() + 60, "sending")
     finally:
         a.close()
         b.close()
@@ -116,10 +116,10 @@ def test_what_a_status_hints_at_is_said_beside_what_the_port_counted(
     monkeypatch.setattr(rail.Rail, "trouble", lambda self, lane: "counted: completer_retry_err 1")
     try:
         fake.set(fail_at=1, fail_status=10)
-        a.say(a.lanes[0], 3, time.monotonic() + 5)
+        a.say(a.lanes[0], 3, time.monotonic() + 60)
         words = "the peer closed or replaced that memory, .*; counted: completer_retry_err 1"
         with pytest.raises(CompletionError, match=words):
-            a.events(time.monotonic() + 5, "sending")
+            a.events(time.monotonic() + 60, "sending")
     finally:
         a.close()
         b.close()
@@ -156,9 +156,9 @@ def test_a_port_that_went_down_is_named(token_file: Path, fake: Fake) -> None:
         fake.async_event(a.lanes[0].pair.qp_num, 10, 1)
         until(lambda: bool(a.rails[0].open_device().events(0.0)))  # it comes through a thread
         fake.kill(b.lanes[0].pair.qp_num)
-        a.say(a.lanes[0], 3, time.monotonic() + 5)
+        a.say(a.lanes[0], 3, time.monotonic() + 60)
         with pytest.raises(PeerUnreachable, match="PORT_ERR of port 1: port error"):
-            a.events(time.monotonic() + 5, "sending")
+            a.events(time.monotonic() + 60, "sending")
     finally:
         a.close()
         b.close()
@@ -168,7 +168,7 @@ def test_a_device_that_fails_ends_the_wait(token_file: Path, fake: Fake) -> None
     a, b = pair(settings("fake0"), settings("fake1"))
     try:
         fake.async_event(b.lanes[0].pair.qp_num, 8, 0)
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         with pytest.raises(VerbsError, match="fake1:1: DEVICE_FATAL .*the edge is given up"):
             while True:
                 b.events(end, "waiting")  # returns when a probe was answered
@@ -181,10 +181,10 @@ def test_no_receive_in_time_is_an_error_with_a_hint(token_file: Path, fake: Fake
     a, b = pair(settings("fake0", rnr_retries=1), settings("fake1"))
     try:
         for number in range(5):  # b has four receives and never looks
-            a.say(a.lanes[0], number, time.monotonic() + 5)
+            a.say(a.lanes[0], number, time.monotonic() + 60)
         with pytest.raises(CompletionError, match="RNR .*the peer posts no receives"):
             while True:
-                a.events(time.monotonic() + 20, "sending")
+                a.events(time.monotonic() + 60, "sending")
     finally:
         a.close()
         b.close()
@@ -254,7 +254,7 @@ def test_a_side_that_another_thread_closed_ends_as_peer_lost(
             patched.setattr("jaxrl_sync.transfer.verbs.rail.time.sleep", lambda s: b.close())
             assert b.rails[0].trouble(b.lanes[0]) == ""
         with pytest.raises(PeerLost, match="to trainer.0 over fake1:1 was closed on this side"):
-            b.say(b.lanes[0], 1, time.monotonic() + 5)
+            b.say(b.lanes[0], 1, time.monotonic() + 60)
     finally:
         a.close()
         b.close()

@@ -279,7 +279,7 @@ def test_sparse_versions_go_over_the_ring(token_file: Path, fake: Fake, placemen
             change = jax.jit(lambda x, at=number: x.at[at].multiply(1.5), out_shardings=norm.sharding)
             params["final_norm"]["scale"] = norm = change(norm)
             made.publisher.publish(params, Version("a", number))
-            update = made.subscriber.poll(timeout_s=15)
+            update = made.subscriber.poll(timeout_s=60)
             assert update is not None
             posted = fake.counts.posts
             report = update.prepare()
@@ -312,7 +312,7 @@ def test_a_port_that_is_down_for_a_while_is_tried_again(
     made = Rig(token_file)
     try:
         with pytest.raises(VerbsError, match="fake1:1: DOWN, expected ACTIVE"):
-            made.subscriber.poll(timeout_s=15)
+            made.subscriber.poll(timeout_s=60)
     finally:
         made.close()
 

@@ -28,6 +28,8 @@ Rows = npt.NDArray[np.uint64]
 WAIT_S = 0.25
 SIGNAL_EVERY = 64
 RECEIVES = 16
+TIMEOUT = 17
+"""3.8 s until a silent peer is an error: a device in software sends again what is merely slow (docs/rdma.md)."""
 
 
 class Side:
@@ -103,7 +105,7 @@ class Side:
                 gid_index=self.chosen.gid.index,
                 lid=lid,
             )
-            pair.to_rts(own)
+            pair.to_rts(own, timeout=TIMEOUT)
         self.remote = (address, nbytes, rkey)
 
     def table(self, count: int, seed: int, *, apart: bool) -> Rows:
