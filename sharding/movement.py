@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from jaxrl_sync.sharding import values as v
@@ -115,10 +116,10 @@ def _fill_value(given: Any, dtype: np.dtype[Any]) -> Any:
     """What lax.gather puts where an index is outside: NaN, the smallest or largest integer, True."""
     if given is not None:
         return np.asarray(given, dtype)
-    if dtype.kind == "i":
-        return np.asarray(np.iinfo(dtype).min, dtype)
-    if dtype.kind == "u":
-        return np.asarray(np.iinfo(dtype).max, dtype)
+    if jax.numpy.issubdtype(dtype, jax.numpy.integer):  # int4 among them, which are none to numpy
+        ends = jax.numpy.iinfo(dtype)
+        signed = jax.numpy.issubdtype(dtype, jax.numpy.signedinteger)
+        return np.asarray(ends.min if signed else ends.max, dtype)
     return np.asarray(True if dtype.kind == "b" else np.nan, dtype)
 
 

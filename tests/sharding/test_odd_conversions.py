@@ -44,6 +44,23 @@ def test_a_function_applied_at_some_rows_is_computed_and_no_overwriting() -> Non
     assert corr.kind_of("o") == "computed" and np.array_equal(bits(want), bits(found))
 
 
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "int2", "int8", "uint16", "bool", "bfloat16"])
+@pytest.mark.parametrize("how", ["beyond the end", "rolled rows"])
+def test_gathers_of_any_type_have_what_jax_puts_where_nothing_is(how: str, dtype: str) -> None:
+    """Of types of less than a byte there was a ValueError of a NaN that is no integer."""
+
+    def convert(w: Any) -> Any:
+        if how == "rolled rows":
+            return jax.vmap(jnp.roll)(w, jnp.arange(8))
+        return w.at[np.array([0, 9, -1, -9])].get(mode="fill")
+
+    host = np.arange(48).reshape(8, 6) % 2
+    params = {"w": jnp.asarray(host).astype(dtype)}
+    corr, out = moved(lambda t: {"o": convert(t["w"])}, params, mesh((2,), ("tp",), first=4))
+    assert corr.kind_of("o") == "moved"
+    assert np.array_equal(bits(out["o"]), bits(jax.jit(convert)(params["w"])))
+
+
 def _pads() -> list[tuple[int, int, int, int]]:
     """(rows, before, after, between) that leave a size of at least 0."""
     cuts = [(-3, 4), (4, -3), (-9, 9), (9, -9), (-1, -1), (2, 1)]
