@@ -29,7 +29,7 @@ WAIT_S = 0.25
 SIGNAL_EVERY = 64
 RECEIVES = 16
 TIMEOUT = 17
-"""3.8 s until a silent peer is an error: a device in software sends again what is merely slow (docs/rdma.md)."""
+"""3.8 s until a silent peer is an error: soft-RoCE sends again what is merely slow (docs/rdma.md)."""
 
 
 class Side:
