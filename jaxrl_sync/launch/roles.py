@@ -15,11 +15,10 @@ from jaxrl_sync.config.errors import ConfigError
 from jaxrl_sync.config.process import ProcessContext
 from jaxrl_sync.launch.certificates import server_tls
 from jaxrl_sync.launch.commands import engines
-from jaxrl_sync.launch.worker import ERROR_PREFIX, missing_resource
+from jaxrl_sync.launch.worker import ECHO_S, ERROR_PREFIX, missing_resource
 from jaxrl_sync.sharding.errors import UserError
 from jaxrl_sync.transfer import clean
 
-ECHO_S = 0.5
 MAX_DESCRIPTORS = 1 << 16
 
 
@@ -71,11 +70,7 @@ def _log_to_stderr() -> None:
 
 
 def _stop_on_signals(context: ProcessContext) -> None:
-    """The first SIGTERM or SIGINT asks the role to drain, a later one ends the process.
-
-    Schedulers and timeout(1) signal a process and its group, so that one wish arrives twice: for ``ECHO_S`` a
-    second signal is taken for the first.
-    """
+    """The first SIGTERM or SIGINT asks the role to drain, one more than ``ECHO_S`` later ends the process."""
     asked_at = 0.0
 
     def stop(number: int, frame: FrameType | None) -> None:

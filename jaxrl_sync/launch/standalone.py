@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
@@ -15,6 +16,7 @@ from typing import Any
 from jaxrl_sync.config import ConfigError, MissingFileError, RunConfig, load
 from jaxrl_sync.launch.certificates import server_tls
 from jaxrl_sync.launch.environment import role_environment
+from jaxrl_sync.launch.worker import ECHO_S
 
 
 def serve(options: argparse.Namespace, overrides: Mapping[str, Any]) -> int:
@@ -75,14 +77,18 @@ def _token(path: Path) -> str:
 
 
 def _stop_event() -> threading.Event:
-    """Set by the first SIGTERM or SIGINT; the second ends the process."""
+    """Set by the first SIGTERM or SIGINT; one more than ``ECHO_S`` later ends the process."""
     stop = threading.Event()
+    asked_at = 0.0
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        if stop.is_set():
+        nonlocal asked_at
+        if not stop.is_set():
+            asked_at = time.monotonic()
+            stop.set()
+        elif time.monotonic() - asked_at > ECHO_S:
             sys.stderr.flush()
             os._exit(130)
-        stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import signal
 import time
 import urllib.parse
@@ -24,7 +25,7 @@ from jaxrl_sync.launch import sweep
 from jaxrl_sync.launch.environment import RUN_MARK
 from jaxrl_sync.launch.guard import Guard
 from jaxrl_sync.launch.watchdog import StopWatch, Watchdog
-from jaxrl_sync.launch.worker import Exit, Worker, WorkerSpec
+from jaxrl_sync.launch.worker import ECHO_S, Exit, Worker, WorkerSpec
 
 POLL_S = 0.1
 SETTLE_S = 1.0
@@ -282,8 +283,12 @@ class Supervisor:
 
     @contextmanager
     def _catching_signals(self) -> Iterator[None]:
+        heard_at = -math.inf
+
         def count(number: int, frame: FrameType | None) -> None:
-            self._interrupts += 1
+            nonlocal heard_at
+            if time.monotonic() - heard_at > ECHO_S:
+                self._interrupts, heard_at = self._interrupts + 1, time.monotonic()
 
         numbers = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup stays what it is

@@ -16,6 +16,9 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 ERROR_PREFIX = "jaxrl-sync: error: "
+ECHO_S = 0.5
+"""Schedulers and timeout(1) signal a process and its group, so that one wish arrives twice: for so long a
+second signal is taken for the first."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,7 @@ def start(run_dir: Path, prefix: str) -> subprocess.Popen[bytes]:
     """A supervisor in a process of its own, with all its children up."""
     program = RUN.format(root=str(ROOT), prefix=prefix)
     supervisor = subprocess.Popen([sys.executable, "-c", program, str(run_dir)], stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not (run_dir / "proc" / "engine-0.json").exists() or not (run_dir / "progress.json").exists():
         assert supervisor.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
@@ -45,7 +45,7 @@ def start(run_dir: Path, prefix: str) -> subprocess.Popen[bytes]:
 
 def marked(run_dir: Path, count: int) -> list[int]:
     """The processes of a run, once they are so many: who is being started is there twice for a moment."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while len(pids := sweep.marked_pids(RUN_MARK, str(run_dir))) != count:
         assert time.monotonic() < deadline, pids
         time.sleep(0.05)
@@ -60,7 +60,7 @@ def test_nothing_is_left_after_the_supervisor_is_gone(tmp_path: Path, number: si
     children = [json.loads(p.read_text())["pid"] for p in (tmp_path / "proc").glob("*.json")]
     assert set(children) < set(pids)
     supervisor.send_signal(number)
-    supervisor.wait(timeout=20)
+    supervisor.wait(timeout=60)
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline and (alive(pids) or left_of(tmp_path, prefix)):
         time.sleep(0.05)

@@ -29,7 +29,10 @@ def holders(secrets: list[bytes], run: Run) -> list[str]:
                 continue
             found += [f"{name} of {pid}" for secret in secrets if secret in text]
     for path in (p for p in run.run_dir.rglob("*") if p.is_file()):
-        text = path.read_bytes()
+        try:
+            text = path.read_bytes()
+        except FileNotFoundError:  # it has just got its final name
+            continue
         found += [str(path.relative_to(run.run_dir)) for secret in secrets if secret in text]
     return found
 
@@ -38,6 +41,7 @@ def holders(secrets: list[bytes], run: Run) -> list[str]:
 def test_a_run_over_tls_keeps_its_secrets_and_tells_its_rounds(tmp_path: Path) -> None:
     options = ("--run.steps=40", "--hub.tls=self-signed")
     with Run(tmp_path / "run", *SMALL, *options) as run:
+        run.wait_up("engine-0", "engine-1")
         run.wait_step(2)
         token = (run.run_dir / "token").read_bytes().strip()
         key = (run.run_dir / "tls" / "key.pem").read_bytes().splitlines()[1]

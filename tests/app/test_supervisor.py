@@ -218,7 +218,29 @@ def test_interrupt_drains_the_orchestrator_first(tmp_path: Path) -> None:
     assert (order[0], order[-1], sorted(order[1:3])) == ("orchestrator", "hub", ["engine-0", "trainer-0"])
 
 
-def test_a_second_interrupt_kills_all_at_once_whatever_stage_the_first_has_reached(tmp_path: Path) -> None:
+def test_one_wish_that_arrives_twice_drains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from timeout(1), to the process and to its group: it killed all, the trainer before it had saved."""
+    monkeypatch.setattr(supervisor, "ECHO_S", 600.0)
+    note = "announce()\nprogress(1)\nstop.wait()\n(run / f'{name}.asked').touch()\n"
+    slow = note + "while not (run / 'again').exists():\n    time.sleep(0.02)\n"
+
+    def twice() -> None:
+        interrupt()
+        if _eventually((tmp_path / "orchestrator.asked").exists):
+            os.kill(os.getpid(), signal.SIGTERM)
+            interrupt()
+            (tmp_path / "again").touch()
+
+    when_up(tmp_path, twice)
+    outcome = supervise(tmp_path, run_of(tmp_path, note, note, note, slow), grace_s=60.0)
+    assert outcome == Outcome(130, "interrupted")
+    assert "kill" not in {e["event"] for e in events(tmp_path)}
+
+
+def test_a_second_interrupt_kills_all_at_once_whatever_stage_the_first_has_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "ECHO_S", 0.0)
     deaf = "signal.signal(signal.SIGTERM, lambda *a: (run / 'asked').touch())\nannounce()\nprogress(1)\n"
     deaf += "while True:\n    time.sleep(600)\n"
 
