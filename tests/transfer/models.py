@@ -195,7 +195,7 @@ def same_bits(a: Any, b: Any) -> bool:
     return x.keys() == y.keys() and all(np.array_equal(x[p], y[p]) for p in x)
 
 
-def take(subscriber: Subscriber, timeout_s: float = 15) -> tuple[Version, Any]:
+def take(subscriber: Subscriber, timeout_s: float = 60) -> tuple[Version, Any]:
     """Poll, prepare and swap in one update."""
     update = subscriber.poll(timeout_s)
     assert update is not None

@@ -94,7 +94,7 @@ def test_a_publisher_out_of_descriptors_takes_links_again_later(rig: Rig) -> Non
             raise OSError(errno.EMFILE, "Too many open files")
 
     publisher._listening._reception._listener = Full()  # type: ignore[assignment]
-    assert refused.wait(5)
+    assert refused.wait(60)
     publisher.publish(params, Version("a", 0))
     assert take(rig.subscriber())[0] == Version("a", 0)
 
@@ -118,7 +118,7 @@ def test_a_report_to_a_stuck_publisher_ends_the_link_and_not_the_engine(
     params = trainer_params()
     publisher, subscriber = rig.publisher(params), rig.subscriber()
     publisher.publish(params, Version("a", 0))
-    update = subscriber.poll(10)
+    update = subscriber.poll(60)
     assert update is not None
     update.prepare()
     (link,) = subscriber._links.all
@@ -150,7 +150,7 @@ def test_a_conversion_that_raises_is_told_by_poll(rig: Rig) -> None:
     rig.publisher(trainer_params())
     subscriber = rig.subscriber(convert=lambda p: p["no such branch"])
     with pytest.raises(TransferError, match="no such branch"):
-        subscriber.poll(10)
+        subscriber.poll(60)
 
 
 # Bad moments.
@@ -161,7 +161,7 @@ def test_after_close_nothing_is_prepared_or_swapped_in(rig: Rig, token_file: Pat
     publisher = rig.publisher(params)
     publisher.publish(params, Version("a", 0))
     first, second = rig.subscriber("x"), rig.subscriber("y")
-    prepared, offered = first.poll(10), second.poll(10)
+    prepared, offered = first.poll(60), second.poll(60)
     assert prepared is not None and offered is not None
     prepared.prepare()
     for subscriber in (first, second):
@@ -178,7 +178,7 @@ def test_a_prepared_update_that_is_dropped_does_not_keep_its_engine_from_later_v
     params = trainer_params()
     publisher, subscriber = rig.publisher(params), rig.subscriber()
     publisher.publish(params, Version("a", 0))
-    update = subscriber.poll(10)
+    update = subscriber.poll(60)
     assert update is not None
     update.prepare()
     publisher.publish(params, Version("a", 1))
@@ -195,7 +195,7 @@ def test_a_link_that_closes_while_its_offer_waits_is_opened_again_before_the_hub
     publisher.publish(params, Version("a", 0))
     take(subscriber)
     publisher.publish(params, Version("a", 1))
-    assert subscriber.poll(10) is not None
+    assert subscriber.poll(60) is not None
     time.sleep(0.2)  # the watch has begun again: with nothing new it would return after POLL_S
     (link,) = subscriber._links.all
     link.close()  # as a round does that ends here after the hub has offered the next one
@@ -218,12 +218,12 @@ def test_close_during_prepare_ends_it_and_leaves_no_segment(
 
     def send(self: Any, ready: Any, sources: Any, deadline: float, *flow: Any) -> None:
         sending.set()
-        go_on.wait(10)
+        go_on.wait(120)
         raise PeerLost("woken up too late")
 
     monkeypatch.setattr(ShmSender if transport == "shm" else TcpSender, "send", send)
     publisher.publish(params, Version("a", 0))
-    update = subscriber.poll(10)
+    update = subscriber.poll(60)
     assert update is not None
     failed: list[BaseException] = []
 
@@ -235,9 +235,9 @@ def test_close_during_prepare_ends_it_and_leaves_no_segment(
 
     thread = threading.Thread(target=prepare)
     thread.start()
-    assert sending.wait(10)
+    assert sending.wait(60)
     subscriber.close()
-    thread.join(10)
+    thread.join(90)
     go_on.set()
     assert not thread.is_alive() and isinstance(failed[0], TransferError)
     assert segments(token_file) == []
@@ -249,7 +249,7 @@ def test_prepare_without_a_hub_ends_soon_after_its_own_deadline(
     params = trainer_params()
     publisher, subscriber = rig.publisher(params), rig.subscriber()
     publisher.publish(params, Version("a", 0))
-    update = subscriber.poll(10)
+    update = subscriber.poll(60)
     assert update is not None
 
     def away(*args: Any, **options: Any) -> Any:
@@ -287,7 +287,7 @@ def test_after_the_last_publish_a_restart_is_served_and_a_new_kind_waits_in_peac
     assert version == Version("a", 1) and same_bits(tree, expected)
 
     other = rig.subscriber("other", target=narrow_target(), convert=narrow)
-    update = other.poll(10)
+    update = other.poll(60)
     assert update is not None
     start = time.monotonic()
     with pytest.raises(TransferError, match="exported before this layout was known"):
@@ -325,13 +325,13 @@ def test_a_slot_that_finds_no_room_again_is_named_and_comes_back(
     monkeypatch.setattr(ShmSender, "send", silent)
     monkeypatch.setattr(holding, "SharedMemory", full)
     publisher.publish(params, Version("a", 1))
-    update = subscriber.poll(10)
+    update = subscriber.poll(60)
     assert update is not None
     with pytest.raises(DeadlineError):
         update.prepare(timeout_s=0.3)
     go_on.set()
     monkeypatch.setattr(ShmSender, "send", real_send)
-    update = subscriber.poll(10)
+    update = subscriber.poll(60)
     assert update is not None
     with pytest.raises(TransferError, match="no slot to prepare in: /dev/shm is too small"):
         update.prepare()
@@ -354,7 +354,7 @@ def test_a_link_that_is_replaced_before_it_is_cut_still_costs_the_slot_its_memor
     go_on, real_send = threading.Event(), ShmSender.send
 
     def stuck(self: Any, ready: Any, sources: Any, deadline: float, *flow: Any) -> None:
-        go_on.wait(10)
+        go_on.wait(120)
         real_send(self, ready, sources, deadline + 60, *flow)  # as if stopped after its last look
 
     links = subscriber._links
@@ -373,7 +373,7 @@ def test_a_link_that_is_replaced_before_it_is_cut_still_costs_the_slot_its_memor
     monkeypatch.setattr(links, "cut_unconfirmed", cut)
     monkeypatch.setattr(ShmSender, "send", stuck)
     publisher.publish(params, Version("a", 1))
-    update = subscriber.poll(10)
+    update = subscriber.poll(60)
     assert update is not None
     before = {slot.generation for slot in subscriber._slots}
     with pytest.raises(DeadlineError):
@@ -407,7 +407,7 @@ def test_an_edge_that_a_device_does_not_give_up_is_ended_all_the_same(
     monkeypatch.setattr(ShmSender, "send", silent)
     (old,) = publisher._listening._links
     publisher.publish(params, Version("a", 1))
-    update = subscriber.poll(10)
+    update = subscriber.poll(60)
     assert update is not None
     with pytest.raises(DeadlineError):
         update.prepare(timeout_s=0.3)
@@ -447,7 +447,7 @@ def test_an_export_that_fails_after_the_announcement_stops_no_later_version(
     monkeypatch.setattr(publisher, "_look_up", fail)
     publisher.publish(params, Version("a", 0))
     until(lambda: "version a:0 is announced, its shards can't be found" in caplog.text)
-    assert publisher.publish(params, Version("a", 1)).wait(10).state == "committed"
+    assert publisher.publish(params, Version("a", 1)).wait(60).state == "committed"
 
 
 def test_a_joiner_is_served_while_another_dies(rig: Rig) -> None:
@@ -456,14 +456,14 @@ def test_a_joiner_is_served_while_another_dies(rig: Rig) -> None:
     publisher.publish(params, Version("a", 0))
     for round_number in range(3):
         dying = rig.open_subscriber("dying")
-        update = dying.poll(10)
+        update = dying.poll(60)
         assert update is not None
         joined: list[Version] = []
         joiner = rig.subscriber(f"joiner-{round_number}", first=6)
         thread = threading.Thread(target=lambda j=joiner, v=joined: v.append(take(j)[0]))
         thread.start()
         dying.close()
-        thread.join(20)
+        thread.join(90)
         assert joined == [Version("a", 0)]
 
 
@@ -486,7 +486,7 @@ def test_the_whole_tree_is_compared_before_the_first_publish(rig: Rig) -> None:
     publisher = rig.publisher(params)
     with pytest.raises(MismatchError, match="is missing"):
         publisher.publish({}, Version("a", 0))
-    assert publisher.publish(params, Version("a", 0)).wait(5).state == "committed"
+    assert publisher.publish(params, Version("a", 0)).wait(60).state == "committed"
 
 
 @pytest.mark.parametrize("given", [("a", 0), "a:0", 0, None])
@@ -495,4 +495,4 @@ def test_what_is_no_version_is_refused_before_it_gets_anywhere(rig: Rig, given: 
     publisher = rig.publisher(params)
     with pytest.raises(TransferError, match=r"expected Version\(lineage, number\)"):
         publisher.publish(params, given)
-    assert publisher.publish(params, Version("a", 0)).wait(5).state == "committed"
+    assert publisher.publish(params, Version("a", 0)).wait(60).state == "committed"

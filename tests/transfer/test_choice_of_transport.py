@@ -29,10 +29,10 @@ def test_auto_takes_shm_where_memory_is_shared_and_tcp_where_it_is_not(
     params = trainer_params()
     publisher = rig.publisher(params)
     publisher.publish(params, Version("a", 0))
-    first = rig.subscriber("x").poll(10)
+    first = rig.subscriber("x").poll(60)
     assert first is not None and first.prepare().transport == "shm"
     monkeypatch.setattr(holding, "SharedMemory", Hidden)
-    second = rig.subscriber("y").poll(10)
+    second = rig.subscriber("y").poll(60)
     assert second is not None and second.prepare().transport == "tcp"
     assert same_bits(second.swap(), convert(params))
     for end in ("to x.0", "from trainer.0"):

@@ -213,7 +213,7 @@ def test_frames_put_only_the_tensors_on_devices_that_they_or_the_catching_up_cha
         if number:
             params = some_changed(params, 0 if number == 7 else 1 + number % 2, number)
         publisher.publish(params, Version("b" if number >= 9 else "a", number))
-        update = subscriber.poll(15)
+        update = subscriber.poll(60)
         assert update is not None
         report = update.prepare()
         assert same_bits(update.swap(), convert(params)), number
@@ -246,7 +246,7 @@ def test_a_failed_round_leaves_nothing_on_devices_that_is_taken_for_the_slots_co
     for number in range(8):
         params = some_changed(params, 1, number)
         publisher.publish(params, Version("a", number))
-        update = subscriber.poll(15)
+        update = subscriber.poll(60)
         assert update is not None
         break_it[0] = number == 4
         if break_it[0]:

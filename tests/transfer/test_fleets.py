@@ -48,7 +48,7 @@ def test_a_site_is_seeded_once_also_with_what_changed(rig: Rig) -> None:
         publisher.publish(params, Version("a", number))
         outside = []
         for engine in there:
-            update = engine.poll(15)
+            update = engine.poll(60)
             assert update is not None
             report = update.prepare()
             outside += [report.nbytes] if report.source == "publisher.trainer" else []

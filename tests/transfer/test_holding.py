@@ -63,7 +63,7 @@ def test_the_next_round_waits_for_readers_of_the_one_that_failed() -> None:
     next_round.start()
     assert not begun.wait(0.2)
     reading.close()
-    assert begun.wait(5)
+    assert begun.wait(60)
     next_round.join()
     held.close()
 

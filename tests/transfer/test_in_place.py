@@ -30,7 +30,7 @@ def test_versions_follow_one_another_in_the_same_memory(rig: Rig, transport: str
         if number == 2:
             params = changed(params)
         publisher.publish(params, Version("a", number))
-        update = subscriber.poll(10)
+        update = subscriber.poll(60)
         assert update is not None and update.in_place == (number > 0)
         report = update.prepare()
         assert subscriber.poisoned == (number > 0)  # until the swap nothing may serve
@@ -61,7 +61,7 @@ def test_a_round_that_breaks_poisons_and_the_next_overwrites(
     monkeypatch.setattr(ShmSender, "_copy", breaks)
     other = trainer_params(seed=1)
     publisher.publish(other, Version("a", 1))
-    update = subscriber.poll(10)
+    update = subscriber.poll(60)
     assert update is not None
     with pytest.raises(TransferError):
         update.prepare()
@@ -81,7 +81,7 @@ def test_a_refused_round_leaves_what_serves(rig: Rig) -> None:
     _, tree = take(subscriber)
     publisher.read = lambda *_: "it was withdrawn"  # type: ignore[method-assign]
     publisher.publish(trainer_params(seed=1), Version("a", 1))
-    update = subscriber.poll(10)
+    update = subscriber.poll(60)
     assert update is not None
     with pytest.raises(TransferError, match="it was withdrawn"):
         update.prepare(timeout_s=2.0)
@@ -108,7 +108,7 @@ def test_wrong_bits_in_place_are_found_and_overwritten_in_full(
     monkeypatch.setattr(ShmSender, "send", send)
     other = trainer_params(seed=1)
     publisher.publish(other, Version("a", 1))
-    update = subscriber.poll(10)
+    update = subscriber.poll(60)
     assert update is not None
     with pytest.raises(MismatchError):
         update.prepare()

@@ -190,7 +190,7 @@ def test_segments_of_the_dead_are_found_and_those_of_the_living_kept() -> None:
     own = SharedMemory(RUN, 4096)
     assert remove_stale(RUN) == []
     child.send_signal(signal.SIGKILL)
-    child.wait(10)
+    child.wait(60)
     child.stdout.close()
     assert remove_stale(RUN) == [name]
     assert mine() == [own.name]

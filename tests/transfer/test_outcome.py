@@ -21,13 +21,13 @@ def test_a_link_that_ends_after_everything_arrived_leaves_an_unknown_outcome(rig
     publisher.publish(params, A0)
     take(subscriber)
     ticket = publisher.publish(params, A1)
-    update = subscriber.poll(15)
+    update = subscriber.poll(60)
     assert update is not None
     update.prepare()
     (link,) = publisher._listening.links
     until(lambda: link.unconfirmed == A1)
     link.close()
-    outcome = ticket.wait(15)
+    outcome = ticket.wait(60)
     assert outcome.state == "unknown" and outcome.engines["engine-0"][0].state == "unknown"
     assert same_bits(update.swap(), convert(params))  # it had everything
     assert subscriber.installed == A1
@@ -43,7 +43,7 @@ def test_a_link_that_ends_before_is_a_failure(rig: Rig) -> None:
     until(lambda: all(link.unconfirmed is None for link in publisher._listening.links))
     ticket = publisher.publish(params, A1)
     subscriber.close()
-    assert ticket.wait(15).state == "failed"
+    assert ticket.wait(60).state == "failed"
 
 
 def test_pairings_that_nobody_asked_for_lately_are_forgotten(

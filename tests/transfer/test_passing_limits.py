@@ -47,7 +47,7 @@ def test_versions_that_wait_to_be_encoded_keep_no_buffers(rig: Rig, monkeypatch:
     def ahead(chains: Any, links: Any, about: Any, shards: Any) -> None:
         made.append(about.number)
         reached.set()
-        assert go_on.wait(20)
+        assert go_on.wait(120)
 
     monkeypatch.setattr(Chains, "ahead", ahead)
     shards = list[weakref.ref[Any]]()
@@ -57,7 +57,7 @@ def test_versions_that_wait_to_be_encoded_keep_no_buffers(rig: Rig, monkeypatch:
         assert held is not None
         shards.append(weakref.ref(next(iter(held._shards.values()))))
         del held
-        assert reached.wait(10)
+        assert reached.wait(60)
         until(functools.partial(_waiting, publisher, number - 1))
     alive = [number for number, ref in enumerate(shards, 1) if ref() is not None]
     assert alive[0] == 1 and len(alive) <= 1 + publisher.config.keep_versions
@@ -95,7 +95,7 @@ def test_an_anchor_asked_for_during_a_round_does_not_change_what_was_wished_for(
         return data
 
     monkeypatch.setattr(Inbound, "_receive_frame", receive)
-    update = reader.poll(15)
+    update = reader.poll(60)
     assert update is not None
     with pytest.raises(TransferError, match="base"):
         update.prepare()
@@ -150,6 +150,6 @@ def test_a_round_that_was_begun_for_an_engine_that_never_heard_is_given_up(
         taken(engine, params)
     back.set()
     engine.rollback()
-    assert lost.wait(10) and heard.wait(10)
+    assert lost.wait(60) and heard.wait(60)
     publisher.publish(params, version(2))
     assert taken(engine, params).version == version(2)

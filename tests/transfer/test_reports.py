@@ -40,9 +40,9 @@ class Reports:
         """All that was made once the last one is."""
         self.watching.report(self.done.set)
         self.thread.start()
-        assert self.done.wait(20)
+        assert self.done.wait(60)
         self.watching.stop()
-        self.thread.join(20)
+        self.thread.join(90)
         assert not self.thread.is_alive()
         return self.made
 
@@ -76,5 +76,5 @@ def test_close_ends_it(reports: Reports) -> None:
     reports.report("installed", *[PeerLost("hub didn't answer for 30 s")] * 100_000)
     reports.thread.start()
     reports.watching.stop()
-    reports.thread.join(20)
+    reports.thread.join(90)
     assert not reports.thread.is_alive() and len(reports.made) < 100_000

@@ -188,7 +188,7 @@ def test_unpublish_waits_for_its_readers_and_keeps_what_is_needed(rig: Rig, para
     publisher, client = rig.publisher(params), rig.hub_client()
     publish(publisher, 0)
     subscriber = rig.subscriber("x")
-    update = subscriber.poll(15)
+    update = subscriber.poll(60)
     assert update is not None
     with pytest.raises(TransferError, match="no other reliable copy"):
         publisher.unpublish(Version("a", 0), 5)
@@ -200,7 +200,7 @@ def test_unpublish_waits_for_its_readers_and_keeps_what_is_needed(rig: Rig, para
     done = threading.Thread(target=publisher.unpublish, args=(Version("a", 0), 30), kwargs={"force": True})
     done.start()
     held_back.call("/v1/event/fail", {"round": round_id, "reason": "enough"})
-    done.join(30)
+    done.join(90)
     assert not done.is_alive() and held(client) == []
     left = client.newest()
     assert left is not None and not left.available
@@ -330,7 +330,7 @@ def test_a_withdrawal_goes_on_over_a_restart_of_the_hub(token_file: Path, params
             until(lambda: [row["state"] for row in held(client)] == ["draining"])
             hub.close()
             hub = ServerThread(token_file, port)
-            done.join(30)
+            done.join(90)
             assert not done.is_alive()
             until(lambda: held(client) == [])
     finally:

@@ -77,7 +77,7 @@ def test_a_closed_slot_gives_its_memory_back_at_once_unless_its_tree_is_held() -
 def test_a_report_counts_how_each_byte_moved(rig: Rig, transport: str) -> None:
     publisher = rig.publisher(trainer_params(), transport)
     publisher.publish(trainer_params(), Version("a", 0))
-    update = rig.subscriber(transport=transport).poll(15)
+    update = rig.subscriber(transport=transport).poll(60)
     assert update is not None
     report = update.prepare()
     moved = dict(report.moved)

@@ -115,7 +115,7 @@ def test_every_byte_finds_its_place_by_every_way(
         thread.start()
         receiver.expect("r")
         receiver.receive(target, time.monotonic() + 30)
-        thread.join(30)
+        thread.join(90)
         expected = Pinned({key: np.zeros_like(value) for key, value in target.items()})
         CopyTable.direct(EDGE.copies).execute(source, expected)
         assert all(np.array_equal(target[key], expected[key]) for key in expected)
@@ -166,7 +166,7 @@ def test_runs_of_every_length_arrive_however_the_bytes_dribble_in(pair: Pair, se
         )
         assert code in (0, errno.EAGAIN) and moved <= limit
         done += moved
-    thread.join(30)
+    thread.join(90)
     assert done == edge.total_bytes
     assert all(np.array_equal(target[key], expected[key]) for key in expected)
 
@@ -235,7 +235,7 @@ def test_a_peer_that_closes_in_the_middle_is_named_on_both_sides(lanes: list[Pai
     thread.start()
     lanes[1][1].recv(100)  # it has begun, and can't end: nobody reads
     receiver.close()
-    thread.join(30)
+    thread.join(90)
     assert isinstance(failed[0], PeerLost) and "sender" in str(failed[0])
     receiver.expect("r")
     with pytest.raises(PeerLost):
@@ -296,11 +296,11 @@ def test_who_waits_for_another_threads_turn_has_a_deadline_too(pair: Pair) -> No
 
     thread = threading.Thread(target=send)
     thread.start()
-    assert started.wait(10) and pair[1].recv(1)
+    assert started.wait(60) and pair[1].recv(1)
     with pytest.raises(DeadlineError, match="another thread"):
         connection.send({"kind": "small"}, timeout_s=0.1)
     connection.close()
-    thread.join(10)
+    thread.join(90)
     assert not thread.is_alive()
 
 
@@ -324,7 +324,7 @@ def test_a_stream_of_another_length_is_refused(lanes: list[Pair]) -> None:
     thread.start()
     with pytest.raises(PeerLost):
         sender.send({"round": "r"}, source, time.monotonic() + 30)
-    thread.join(30)
+    thread.join(90)
     assert not any(v.any() for v in target.values())
 
 
