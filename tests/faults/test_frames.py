@@ -13,7 +13,7 @@ import pytest
 from tests.faults.cases import FRAMES, Strike
 from tests.faults.fleet import Fleet, Replica, Trained
 from tests.faults.network import Network
-from tests.faults.strike import check_leaks, run_strike, settled
+from tests.faults.strike import check_leaks, count_one, run_strike, settled
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -39,11 +39,9 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 def check_framed(fleet: Fleet) -> None:
     """One more version comes to every engine as a frame; the proxy counts less than a quarter of it all."""
-    before = fleet.received()
-    fleet.publish()
-    found, after = settled(fleet), fleet.received()
+    found, came = count_one(fleet, fleet.publish)
     for rank, message in found.items():
-        moved = after[rank] - before[rank]
+        moved = came[rank]
         whole = sum(tensor.nbytes for tensor in fleet.expected.tree(fleet.lineage, fleet.number, 1).values())
         assert message["payload"] == "frame", message
         assert 2 * fleet.trained.half_bytes * 0.75 < moved < whole / 4, (rank, moved, whole)

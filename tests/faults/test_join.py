@@ -13,7 +13,7 @@ from tests.faults.child import Child
 from tests.faults.fleet import SETTLE_S, Fleet, Replica
 from tests.faults.network import Network
 from tests.faults.rules import Rule
-from tests.faults.strike import behind, check_leaks, settled
+from tests.faults.strike import behind, check_leaks, count_one, settled
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -63,20 +63,24 @@ def test_a_replica_that_joins_in_mid_transfer_serves_the_committed_version(fleet
 
 
 def test_a_site_takes_one_copy_from_the_trainer(fleet: Fleet) -> None:
-    before, received = from_trainer(fleet), fleet.received()
-    with behind(fleet, "leaf.0", "seed.0") as begun:
-        fleet.publish()
-        begun()
-    found = settled(fleet)
-    now = fleet.received()
-    outside = sum(now[r] - received[r] for r in fleet.engines() if fleet.replicas[r.split(".")[0]].site == "")
+    before = 0
+
+    def publish() -> None:
+        nonlocal before
+        before = from_trainer(fleet)
+        with behind(fleet, "leaf.0", "seed.0") as begun:
+            fleet.publish()
+            begun()
+
+    found, came = count_one(fleet, publish)
+    outside = sum(came[r] for r in fleet.engines() if fleet.replicas[r.split(".")[0]].site == "")
     copies = (from_trainer(fleet) - before - outside) / found["seed.0"]["nbytes"]
     assert 1.0 <= copies <= 1.05
-    assert now["leaf.0"] - received["leaf.0"] >= found["leaf.0"]["nbytes"]
+    assert came["leaf.0"] >= found["leaf.0"]["nbytes"]
 
 
 def test_a_source_killed_halfway_is_replaced_and_the_prefix_kept(fleet: Fleet) -> None:
-    before = fleet.received()["leaf.0"]
+    before, since = fleet.received()["leaf.0"], len(fleet.children["leaf.0"].said)
     with behind(fleet, "leaf.0", "seed.0") as begun, fleet.network.proxy.broken(half("leaf.0")) as rule:
         fleet.publish()
         begun()
@@ -90,7 +94,10 @@ def test_a_source_killed_halfway_is_replaced_and_the_prefix_kept(fleet: Fleet) -
     assert found["resumed_bytes"] > 0.2 * whole and found["source"] != "relay.seed", found
     received = fleet.received()["leaf.0"] - before
     resumed = found["resumed_bytes"]
-    assert received <= HALF_BYTES + 1.05 * (whole - resumed), "the confirmed prefix was sent again"
+    # the one that was struck, and others where a slow machine needs more than a round's time for the rest
+    tries = sum("error" in m for m in fleet.children["leaf.0"].said[since:])
+    assert tries >= 1
+    assert received <= HALF_BYTES + tries * 1.05 * (whole - resumed), "the confirmed prefix was sent again"
     fleet.restart("seed.0")
     settled(fleet)
     check_leaks(fleet)
