@@ -215,7 +215,7 @@ def test_a_rollout_that_never_ends_is_cancelled_and_its_permits_return(tmp_path:
     with world(tmp_path) as (url, engines, trainer):
         for engine in engines:
             engine.behaviour.hang = lambda body: body["request_id"].startswith("train-4-")
-        running = Running(context(tmp_path, url, loop={"group_timeout_s": 3.0, "staleness_bound": 0}))
+        running = Running(context(tmp_path, url, loop={"group_timeout_s": 6.0, "staleness_bound": 0}))
         running.join(240)
         assert len(trainer.frames) == 6
         flow = running.summary["flow"]
