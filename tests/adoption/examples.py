@@ -15,7 +15,7 @@ from typing import Any
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "examples"
 BEGIN, END = "# >>> jaxrl_sync", "# <<< jaxrl_sync"
-LIMIT_S = 240.0
+LIMIT_S = 540.0
 
 
 def split(name: str) -> tuple[list[str], str]:
@@ -68,11 +68,16 @@ class Program:
     def running(self) -> bool:
         return self._process.poll() is None
 
+    def tell(self, word: Any) -> None:
+        """One JSON line to it."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(word) + "\n")
+        self._process.stdin.flush()
+
     def ask(self, question: Any) -> Any:
         """One JSON line to it, one from it."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(question) + "\n")
-        self._process.stdin.flush()
+        assert self._process.stdout is not None
+        self.tell(question)
         line = self._process.stdout.readline()
         assert line, self.errors()
         return json.loads(line)

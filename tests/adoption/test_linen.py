@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,25 @@ from tests.adoption.examples import FOLDER, module, split, started
 
 PROMPTS = [[0, 3], [5, 8], [13, 0]]
 
+PATIENT = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {folder!r})
+import linen_trainer
+
+batch = linen_trainer.batch
+
+def when_told(step):
+    if step == 1:
+        sys.stdin.readline()
+    return batch(step)
+
+linen_trainer.batch = when_told
+linen_trainer.main(Path(sys.argv[1]))
+"""
+"""The example, which makes no first update before it is told to: an engine that starts slowly would see
+none but the last weights."""
+
 
 def greedy(model: Any, params: Any, prompts: list[list[int]], length: int) -> list[list[int]]:
     """By the trainer's own forward pass, without a cache."""
@@ -26,13 +46,17 @@ def greedy(model: Any, params: Any, prompts: list[list[int]], length: int) -> li
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_weights_and_tokens_follow_the_trainer(tmp_path: Path) -> None:
     """The engine ends with the trainer's last weights, bit for bit, and decodes what they say."""
-    files = [FOLDER / "linen_trainer.py", FOLDER / "linen_engine.py"]
-    with started(files, tmp_path) as (trainer, engine):
+    patient = tmp_path / "patient_trainer.py"
+    patient.write_text(PATIENT.format(folder=str(FOLDER)), encoding="utf8")
+    with started([patient, FOLDER / "linen_engine.py"], tmp_path) as (trainer, engine):
         answers = [engine.ask(PROMPTS)]
+        trainer.tell("train")
         while trainer.running:
             answers.append(engine.ask(PROMPTS))
+            time.sleep(0.02)
         losses = [row["loss"] for row in trainer.end()]
         assert engine.end() == []
     assert losses[-1] < 0.1 < losses[0]
@@ -52,6 +76,7 @@ def test_weights_and_tokens_follow_the_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_programs_as_they_were_before(tmp_path: Path) -> None:
     """Without the marked lines both run by themselves, and the trainer's losses are the same numbers."""
     plain = tmp_path / "plain"
@@ -68,5 +93,6 @@ def test_the_programs_as_they_were_before(tmp_path: Path) -> None:
     with started(files, adopted) as (trainer, engine):
         while trainer.running:
             engine.ask(PROMPTS)
+            time.sleep(0.02)
         assert trainer.end() == before
         engine.end()

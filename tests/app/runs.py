@@ -67,7 +67,7 @@ class Run:
         out, err = self._process.communicate(timeout=timeout_s)
         return self._process.returncode, out, err
 
-    def wait_step(self, step: int, timeout_s: float = 150.0) -> None:
+    def wait_step(self, step: int, timeout_s: float = 240.0) -> None:
         """Until ``progress.json`` says that ``step`` updates are committed."""
         deadline = time.monotonic() + timeout_s
         while (self.json("progress.json") or {}).get("step", -1) < step:
@@ -75,7 +75,7 @@ class Run:
             assert time.monotonic() < deadline, f"step {step} not reached within {timeout_s:g} s"
             time.sleep(0.05)
 
-    def wait_up(self, *processes: str, timeout_s: float = 150.0) -> None:
+    def wait_up(self, *processes: str, timeout_s: float = 240.0) -> None:
         """Until these processes have said that they are up: a run goes on with the engines that there are."""
         deadline = time.monotonic() + timeout_s
         while missing := [name for name in processes if self.json(f"proc/{name}.json") is None]:

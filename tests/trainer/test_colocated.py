@@ -29,7 +29,9 @@ from jaxrl_sync.transfer import auth
 from jaxrl_sync.transfer.hub.client import HubClient
 from tests.inference.engine_helpers import ask, generate, tp_mesh
 from tests.trainer.batches import MODEL, SEQ_LEN, build, host, same_bits, trainer_config
-from tests.trainer.worlds import TrainerWorld, hub, settings, train
+from tests.trainer.worlds import DEADLINE_S, TrainerWorld, hub, settings, train
+
+pytestmark = pytest.mark.timeout(600)
 
 STEPS = (1, 2, 3)
 PROMPTS = [(1, 2, 3), (7,), (4, 4, 9, 2)]
@@ -45,7 +47,7 @@ def _settings(processes: int, placement: str = "colocated", **engine: Any) -> di
 def _client(world: TrainerWorld) -> Iterator[httpx.Client]:
     """A client of the colocated engine, found in the hub's directory as the orchestrator finds it."""
     with HubClient(world.hub_url, world.token_file) as directory:
-        (member,) = directory.wait_members("engine", 1, 60.0)
+        (member,) = directory.wait_members("engine", 1, DEADLINE_S)
     assert member.name == "engine-0" and member.info["colocated"] and member.info["moves_itself"]
     headers = auth.bearer_headers(auth.load_token(world.token_file))
     with httpx.Client(base_url=member.info["url"], headers=headers, timeout=60, trust_env=False) as client:
@@ -77,6 +79,14 @@ class Rollouts:
             self.statuses.add(answer.status_code)
             self.samples += answer.json().get("samples", [])
             n += 1
+
+    def freeze(self) -> None:
+        """Pause the engine while some of them are under way; the trainer's turn ends it."""
+        while True:
+            assert self._client.post("/pause", json={"mode": "keep"}).json() == {"state": "paused"}
+            if self._client.get("/stats").json()["running"]:
+                return
+            assert self._thread.is_alive() and self._client.post("/resume").status_code == 200
 
     def close(self) -> None:
         self._stop.set()
@@ -115,6 +125,7 @@ def test_generation_and_training_take_turns_and_the_engine_serves_what_was_train
             first = [_greedy(client, p) for p in PROMPTS]
             rollouts = Rollouts(client)
             try:
+                rollouts.freeze()
                 acks = train(senders, STEPS)
             finally:
                 rollouts.close()

@@ -20,7 +20,7 @@ from jaxrl_sync.transfer.errors import TransferError
 from tests.trainer.batches import MODEL, host, same_bits, trainer_config
 from tests.trainer.worlds import TrainerWorld, frames_of, hub, send_all, settings, train
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = (1, 2, 3)
 

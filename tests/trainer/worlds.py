@@ -25,7 +25,7 @@ from jaxrl_sync.transfer.hub.server import run_hub
 from tests.ports import free_port
 from tests.trainer.batches import MODEL, ROWS, SEQ_LEN, packed, samples
 
-DEADLINE_S = 240.0
+DEADLINE_S = 420.0
 
 
 def settings(processes: int, mesh: dict[str, int], **sections: Any) -> dict[str, Any]:
