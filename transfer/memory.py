@@ -24,7 +24,7 @@ SHM_DIR = Path("/dev/shm")
 PREFIX = "jaxrl_sync-"
 HEADER_BYTES = 4096
 NONCE_BYTES = 32
-RESERVED_AT_ONCE = 2 << 20
+RESERVED_AT_ONCE = 256 << 10
 """On older kernels a call that a signal interrupts gives back all it had reserved and begins anew: under a
 profiler's timer, one for a whole slot never came to its end."""
 

@@ -145,7 +145,7 @@ def test_memory_is_reserved_in_pieces_that_fit_between_two_signals(monkeypatch: 
     segment.close()
     ends = [offset + length for offset, length in pieces]
     assert [offset for offset, _ in pieces] == [0, *ends[:-1]] and ends[-1] == HEADER_BYTES + (9 << 20)
-    assert max(length for _, length in pieces) <= 4 << 20
+    assert max(length for _, length in pieces) <= 1 << 20
 
 
 def test_who_is_interrupted_while_memory_is_reserved_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
