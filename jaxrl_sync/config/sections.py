@@ -41,7 +41,7 @@ class RunSection(Section):
     """From the start of a process to its first sign of life (compilation included)."""
     stuck_timeout_s: Seconds = 180.0
     """Without any progress for that long the run ends with the name of who is waited for."""
-    grace_s: Seconds = 10.0
+    grace_s: Seconds = 30.0
     """Between SIGTERM and SIGKILL of a process that is asked to stop."""
     stopped_timeout_s: Seconds = 20.0
     """A process that stays stopped (SIGSTOP) for that long is killed, so that its death can be handled."""
