@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import threading
 import time
 from pathlib import Path
@@ -25,6 +28,19 @@ def test_a_second_writer_is_refused_while_the_first_lives(tmp_path: Path) -> Non
         write(publisher, 1)
     with writer(tmp_path / "c") as publisher:
         write(publisher, 2)
+
+
+def test_a_lock_that_fails_is_no_other_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(fd: int, how: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "lockf", broken)
+        with pytest.raises(ChannelError, match="taking over .*Input/output error") as caught:
+            writer(tmp_path / "c")
+        assert not isinstance(caught.value, ChannelBusy)
+    with writer(tmp_path / "c") as publisher:  # nothing holds it
+        write(publisher, 0)
 
 
 def test_a_writer_on_another_host_counts_as_alive_until_it_is_silent(

@@ -132,7 +132,7 @@ def test_a_round_that_was_begun_for_an_engine_that_never_heard_is_given_up(
     real, back, lost, heard = HubClient.call, threading.Event(), threading.Event(), threading.Event()
 
     def call(client: HubClient, path: str, body: dict[str, Any], *args: Any, **options: Any) -> Any:
-        if path == "/v1/watch" and not lost.is_set():  # as if this poll had been made before the engine went back
+        if path == "/v1/watch" and not lost.is_set():  # as in a poll from before the engine went back
             body = {**body, "begin_s": 60.0}
         seen = real(client, path, body, *args, **options)
         begun = path == "/v1/watch" and (seen.get("offer") or {}).get("begun")

@@ -10,15 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import os
 import re
 import socket
-import threading
 import time
 import uuid
-from pathlib import Path
 from typing import Any
 
 from jaxrl_sync.transfer.files import names
@@ -32,6 +28,7 @@ from jaxrl_sync.transfer.files.errors import (
 )
 from jaxrl_sync.transfer.files.folder import Folder
 from jaxrl_sync.transfer.files.seal import Seal
+from jaxrl_sync.transfer.process_lock import ProcessLock, boot
 
 MAX_EPOCH_BYTES = 1 << 16
 UNSEALED_S = 30.0
@@ -116,7 +113,7 @@ class Epochs:
         """Create the next epoch."""
         while True:
             epoch = max(self.numbers(), default=0) + 1
-            about = {"epoch": epoch, "world": world, "pid": os.getpid(), "host": host(), "boot": boot()}
+            about = {"epoch": epoch, "world": world, "pid": os.getpid(), "host": host(), "boot": _boot()}
             document = self._seal.document("epoch", {**about, "time_s": time.time()})
             try:
                 self._folder.commit(_name(epoch), document)
@@ -167,7 +164,7 @@ class Epochs:
             return
         seen_s = self._folder.mtime_s(newest)
         silent_s = self._folder.now_s() - (seen_s or 0.0)
-        if about.get("boot") != boot() and silent_s < ttl_s:
+        if about.get("boot") != _boot() and silent_s < ttl_s:
             raise ChannelBusy(
                 f"{self._folder.where} is written by {self.holder()}, "
                 f"seen {silent_s:.1f} s ago; it counts as dead after {ttl_s:g} s"
@@ -180,58 +177,18 @@ class Epochs:
             return f"pid {about.get('pid')} on {str(about.get('host'))[:64]}"
         return "somebody"
 
+    def lock(self, root: Folder) -> ProcessLock:
+        """The lock of a channel's folder that a writer's rank 0 holds while it lives. ChannelBusy."""
+        if (lock := ProcessLock.take(root.fd, names.LOCK)) is None:
+            raise ChannelBusy(f"{root.where} is being written by {self.holder()}")
+        return lock
+
     def forget(self, oldest: int) -> None:
         """Remove epochs that no manifest needs: those before ``oldest``, the first one with a manifest."""
         for name in self._folder.names():
             match = _NAME.match(name)
             if match is not None and int(match[1]) < oldest:
                 self._folder.remove(name)
-
-
-_locked: set[tuple[int, int, int]] = set()
-"""Process, device and inode of folders written here: what is forked inherits the set, not the locks."""
-_locking = threading.Lock()
-
-
-class WriterLock:
-    """The lock that a writer's rank 0 holds while it lives, where the file system has locks.
-
-    It is the process's: what it has forked doesn't hold it when it is gone. So other writers of the same
-    process are known by the folder's identity.
-    """
-
-    def __init__(self, root: Folder, epochs: Epochs) -> None:
-        """ChannelBusy where another process (or another writer of this one) holds it."""
-        info = os.fstat(root.fd)
-        self._folder, self._fd = (os.getpid(), info.st_dev, info.st_ino), -1
-        with _locking:
-            if self._folder in _locked:
-                raise ChannelBusy(f"{root.where} is being written by {epochs.holder()}")
-            fd = _open_lock(root)
-            try:
-                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-                    os.close(fd)
-                    raise ChannelBusy(f"{root.where} is being written by {epochs.holder()}") from error
-            _locked.add(self._folder)
-            self._fd = fd
-
-    def close(self) -> None:
-        """Let go. Idempotent."""
-        with _locking:
-            fd, self._fd = self._fd, -1
-            if fd >= 0:
-                _locked.discard(self._folder)
-                os.close(fd)
-
-
-def _open_lock(root: Folder) -> int:
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        return os.open(names.LOCK, flags, 0o600, dir_fd=root.fd)
-    except OSError as error:
-        raise ChannelError(f"{root.where}/{names.LOCK} can't be opened: {error.strerror}") from error
 
 
 def _name(epoch: int) -> str:
@@ -249,9 +206,6 @@ def host() -> str:
     return socket.gethostname()
 
 
-def boot() -> str:
+def _boot() -> str:
     """Names this boot of this machine: processes of another one can't hold a lock of ours."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return f"{uuid.getnode():x}"
+    return boot() or f"{uuid.getnode():x}"

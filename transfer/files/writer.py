@@ -29,7 +29,7 @@ from jaxrl_sync.transfer.files import anchors, names
 from jaxrl_sync.transfer.files.channel import Channel
 from jaxrl_sync.transfer.files.collect import collect
 from jaxrl_sync.transfer.files.config import FileWriterConfig
-from jaxrl_sync.transfer.files.epochs import Rules, WriterLock
+from jaxrl_sync.transfer.files.epochs import Rules
 from jaxrl_sync.transfer.files.errors import ChannelError, Fenced
 from jaxrl_sync.transfer.files.folder import as_channel_error
 from jaxrl_sync.transfer.files.manifest import Manifest
@@ -38,6 +38,7 @@ from jaxrl_sync.transfer.files.stored import Stored
 from jaxrl_sync.transfer.files.ticket import FileOutcome, FileTicket, FileWriterStats
 from jaxrl_sync.transfer.files.turns import LOOK_S, Turns
 from jaxrl_sync.transfer.pairing import compare_layouts
+from jaxrl_sync.transfer.process_lock import ProcessLock
 from jaxrl_sync.transfer.version import Version, expect_version, new_lineage
 
 UNDECIDED = 3
@@ -101,7 +102,7 @@ class FilePublisher:
         self._error: Exception | None = None
         self._trouble = ""
         self._stop = threading.Event()
-        self._lock: WriterLock | None = None
+        self._lock: ProcessLock | None = None
         token = auth.load_token(token_file) if token_file is not None else None
         with as_channel_error(f"opening {path}"):
             self._channel = Channel.create(path, self.config.trust, token, self.config.model)
@@ -127,7 +128,7 @@ class FilePublisher:
     def _take_over(self, world: str) -> int:
         """Lock the channel, claim its next epoch, seal what the writers before have committed."""
         epochs = self._channel.epochs
-        self._lock = WriterLock(self._channel.root, epochs)
+        self._lock = epochs.lock(self._channel.root)
         epochs.check_free(self.config.holder_ttl_s)
         claimed = time.monotonic()
         epoch = epochs.claim(world)

@@ -20,10 +20,10 @@ from typing import Any
 
 from jaxrl_sync.transfer import auth
 from jaxrl_sync.transfer.errors import DeadlineError, ResourceError
-from jaxrl_sync.transfer.hub.claim import Claim, boot, is_deserted
 from jaxrl_sync.transfer.hub.server import run_hub
+from jaxrl_sync.transfer.process_lock import ProcessLock, boot, is_let_go
 
-ADDRESS_FILE, TOKEN_FILE = "hub.json", "token"
+ADDRESS_FILE, TOKEN_FILE, LOCK_FILE = "hub.json", "token", "hub.lock"
 START_S = 30.0
 STOP_S = 10.0
 LOOK_S = 0.05
@@ -65,18 +65,18 @@ class LocalHub:
         self._address, self._told = place / ADDRESS_FILE, ""
         try:
             place.mkdir(parents=True, exist_ok=True)
-            claim = Claim.of(place)
+            lock = ProcessLock.take(place, LOCK_FILE)
         except OSError as error:
             raise ResourceError(f"can't write the folder {place}: {error.strerror or error}") from error
-        if claim is None:
+        if lock is None:
             raise ResourceError(f"{place} has a hub already{_whose(place)}")
-        self._claim = claim
+        self._lock = lock
         try:
             for old in (self._address, self.token_file):  # of an earlier run: nobody may find it any more
                 old.unlink(missing_ok=True)
             auth.create_token(self.token_file)
         except BaseException as error:
-            self._claim.close()
+            self._lock.close()
             if not isinstance(error, OSError):
                 raise
             raise ResourceError(f"can't write the folder {place}: {error.strerror or error}") from error
@@ -130,7 +130,7 @@ class LocalHub:
                 self._address.unlink(missing_ok=True)
         self._stop.set()
         self._thread.join(STOP_S)
-        self._claim.close()
+        self._lock.close()
 
     def __enter__(self) -> LocalHub:
         return self
@@ -147,12 +147,18 @@ def find_hub(folder: str | Path, timeout_s: float = 60.0) -> HubAddress:
     writes: who comes gives the hub the run token.
     """
     file, deadline = Path(folder) / ADDRESS_FILE, time.monotonic() + timeout_s
-    while (found := _address_in(file)) is None or is_deserted(file.parent, found.get("boot")):
+    while (found := _address_in(file)) is None or _is_deserted(file.parent, found):
         if time.monotonic() > deadline:
             left = "" if found is None else "; what is there is of a hub that has died"
             raise DeadlineError(f"no hub wrote {file} within {timeout_s:g} s{left}")
         time.sleep(LOOK_S)
     return HubAddress(str(found["url"]), Path(folder) / TOKEN_FILE)
+
+
+def _is_deserted(folder: Path, address: dict[str, Any]) -> bool:
+    """Whether nobody serves a folder any more; False where nobody can tell (other machines, no locks)."""
+    here = boot()
+    return here is not None and address.get("boot") == here and is_let_go(folder, LOCK_FILE)
 
 
 def _address_in(file: Path) -> dict[str, Any] | None:
