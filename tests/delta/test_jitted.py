@@ -238,15 +238,20 @@ def test_mask_of_the_train_step_equals_the_comparison() -> None:
     assert all(same_bits(shadow[path], cast_2[path]) for path in wire)
 
 
-def test_scatter_of_xla_keeps_the_bits_of_nans_it_does_not_touch() -> None:
+@pytest.mark.parametrize("constant", [True, False])
+@pytest.mark.parametrize("at", [[7], [100], [5, 9], [0, 7, 1000, 65535]])
+def test_scatter_of_xla_keeps_the_bits_of_nans_it_does_not_touch(at: list[int], constant: bool) -> None:
     bits = np.arange(1 << 16, dtype=np.uint16)
     buffer = jnp.asarray(bits.view(jnp.bfloat16))
-    run = jax.jit(
-        lambda s: xla.apply(s, jnp.array([7], jnp.uint32), jnp.array([9], jnp.uint16), jnp.uint32(1))
-    )
+    positions, values = jnp.array(at, jnp.uint32), jnp.arange(9, 9 + len(at), dtype=jnp.uint16)
+    count = jnp.uint32(len(at))
     expected = bits.copy()
-    expected[7] = 9
-    assert same_bits(np.asarray(run(buffer)).view(np.uint16), expected)
+    expected[at] = values
+    if constant:
+        found = jax.jit(lambda s: xla.apply(s, positions, values, count))(buffer)
+    else:
+        found = jax.jit(xla.apply)(buffer, positions, values, count)
+    assert same_bits(np.asarray(found).view(np.uint16), expected)
 
 
 def test_a_dtype_without_whole_bytes_is_refused() -> None:

@@ -210,7 +210,10 @@ def apply(
     n, capacity = buffer.size, positions.size
     if n == 0 or capacity == 0:
         return buffer
-    slot = jnp.arange(capacity, dtype=jnp.int32)
+    if capacity == 1:  # XLA makes one constant value a select, which LLVM may do in floats: AVX2 changed NaNs
+        positions = jnp.pad(positions, (0, 1), constant_values=NO_POSITION)
+        values = jnp.pad(values, (0, 1))
+    slot = jnp.arange(positions.size, dtype=jnp.int32)
     keep = (slot.astype(jnp.uint32) < count) & (count <= capacity) & (positions < n)
     at = jnp.where(keep, positions.astype(jnp.int32), n + slot)
     flat = bits_of(buffer.reshape(-1))
