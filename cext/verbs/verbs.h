@@ -9,6 +9,10 @@
 #include <Python.h> /* no '#' in formats: an abi3 build with the headers of Python 3.13 breaks it in 3.11 and 3.12 */
 #include <structmember.h>
 
+/* Headers from 3.12 on count no reference to None here: in 3.11, where it isn't immortal, it was freed in the end. */
+#undef Py_RETURN_NONE
+#define Py_RETURN_NONE return Py_NewRef(Py_None)
+
 #include <stdint.h>
 
 #include "ibv_dl.h"

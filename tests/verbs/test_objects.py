@@ -90,6 +90,17 @@ def test_completion_queue_closes_its_queue_pairs(fake: Fake) -> None:
         assert left.qps[0].closed and not left.region.closed
 
 
+def test_calls_without_a_result_take_no_reference_to_none(fake: Fake) -> None:
+    """Built with headers from 3.12 on they did: after some hundred pairs Python 3.11 had freed it."""
+    with pair():  # what the first one imports and keeps
+        pass
+    before = sys.getrefcount(None)
+    for _ in range(50):
+        with pair():
+            pass
+    assert sys.getrefcount(None) > before - 100  # other threads come and go; it were 16 a pair
+
+
 def test_forgotten_objects_warn_and_are_freed(fake: Fake) -> None:
     context = _verbs.Context("fake0")
     cq = _verbs.CompletionQueue(context, 8)
@@ -281,9 +292,10 @@ def test_peer_that_is_gone_is_one_error_and_flushes(fake: Fake) -> None:
 def test_recovers_after_an_error(fake: Fake) -> None:
     with pair() as (left, right):
         write(left, right, rows((0, 0, 8)))
+        assert left.collect(1)["status"].tolist() == [0]  # before the next one is to fail
         fake.set(fail_at=1, fail_status=10)
         write(left, right, rows((0, 0, 8)))
-        assert left.collect(2)["status"].tolist() == [0, 10]
+        assert left.collect(1)["status"].tolist() == [10]
         a, b = left.qps[0], right.qps[0]
         assert a.reset() == 0 and b.reset() == 0
         connect(a, b, left, right)
@@ -305,7 +317,9 @@ def test_reset_writes_off_what_never_completes(fake: Fake) -> None:
 
 def test_close_leaves_other_completions_to_be_polled(fake: Fake) -> None:
     with pair(qps=2) as (left, right):
+        left.memory[0] = 1
         write(left, right, rows((0, 0, 8)), qp=1)
+        until(lambda: right.memory[0] == 1)  # it is done, and nobody has polled it
         fake.knobs.hold = 1
         write(left, right, rows((0, 0, 8), (8, 8, 8)), qp=0)
         left.qps[0].close()
