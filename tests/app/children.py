@@ -74,8 +74,8 @@ def run_of(
 
 
 def settings(**changes: Any) -> RunSection:
-    """Run settings with short deadlines."""
-    short = {"start_timeout_s": 60.0, "stuck_timeout_s": 60.0, "grace_s": 2.0, "stopped_timeout_s": 1.0}
+    """Run settings with short deadlines; who is asked to stop has the time that a slow machine takes."""
+    short = {"start_timeout_s": 60.0, "stuck_timeout_s": 60.0, "grace_s": 60.0, "stopped_timeout_s": 1.0}
     return RunSection.model_validate({**short, **changes})
 
 

@@ -83,6 +83,14 @@ class Run:
             assert time.monotonic() < deadline, f"{missing} not up within {timeout_s:g} s"
             time.sleep(0.05)
 
+    def wait_log(self, process: str, words: str, timeout_s: float = 240.0) -> None:
+        """Until a process has logged ``words``."""
+        deadline, log = time.monotonic() + timeout_s, self.run_dir / "logs" / f"{process}.log"
+        while words not in (log.read_text() if log.exists() else ""):
+            assert self._process.poll() is None, self._process.communicate()
+            assert time.monotonic() < deadline, f"{process} did not log {words!r} within {timeout_s:g} s"
+            time.sleep(0.05)
+
     def json(self, name: str) -> dict[str, Any] | None:
         """A JSON file of the run directory, None while it isn't there."""
         try:

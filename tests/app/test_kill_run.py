@@ -76,7 +76,7 @@ def left_of(run_dir: Path, prefix: str) -> list[Path]:
 
 def guards(run_dir: Path) -> list[str]:
     """Command lines of guard processes of the run, once they had a moment to leave."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while True:
         found = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):

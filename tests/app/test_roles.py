@@ -16,7 +16,7 @@ from jaxrl_sync.config.process import ProcessContext
 from jaxrl_sync.launch import roles
 from jaxrl_sync.launch.commands import workers
 from jaxrl_sync.launch.environment import HUGE_PAGES, huge_pages
-from jaxrl_sync.launch.worker import error_line
+from jaxrl_sync.launch.worker import ECHO_S, error_line
 from jaxrl_sync.transfer.auth import create_token
 from tests.app.runs import ADDITION
 
@@ -31,6 +31,7 @@ from jaxrl_sync.transfer.memory import pid_namespace
 
 segment = pathlib.Path(f"/dev/shm/jaxrl_sync-feed-{pid_namespace()}_{os.getpid()}-0")
 context = SimpleNamespace(stop=threading.Event())
+roles.ECHO_S = float(sys.argv[2])
 roles._stop_on_signals(context)
 segment.write_bytes(b"weights")
 print(segment, flush=True)
@@ -41,32 +42,32 @@ segment.unlink()
 """
 
 
-def start(drain_s: float) -> tuple[subprocess.Popen[str], Path]:
+def start(drain_s: float, echo_s: float) -> tuple[subprocess.Popen[str], Path]:
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(drain_s)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PROGRAM, str(drain_s), str(echo_s)], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     return process, Path(process.stdout.readline().strip())
 
 
 def test_one_wish_that_arrives_twice_drains() -> None:
-    process, segment = start(drain_s=0.5)
+    process, segment = start(drain_s=0.5, echo_s=600.0)
     os.kill(process.pid, signal.SIGSTOP)  # so that both are there when it looks
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCONT):  # two of one kind could arrive as one
         os.kill(process.pid, number)
-    assert process.wait(20) == 0
+    assert process.wait(120) == 0
     assert not segment.exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_a_role_and_its_shared_memory(number: signal.Signals) -> None:
-    process, segment = start(drain_s=60)
+    process, segment = start(drain_s=600, echo_s=ECHO_S)
     os.kill(process.pid, number)
     assert process.stdout is not None and process.stdout.readline() == "draining\n"
     assert segment.exists()
     time.sleep(0.7)
     os.kill(process.pid, number)
-    assert process.wait(20) == 130
+    assert process.wait(120) == 130
     assert not segment.exists()
 
 

@@ -37,9 +37,9 @@ def holders(secrets: list[bytes], run: Run) -> list[str]:
     return found
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_run_over_tls_keeps_its_secrets_and_tells_its_rounds(tmp_path: Path) -> None:
-    options = ("--run.steps=40", "--hub.tls=self-signed")
+    options = ("--run.steps=60", "--hub.tls=self-signed")  # both engines are up before they are over
     with Run(tmp_path / "run", *SMALL, *options) as run:
         run.wait_up("engine-0", "engine-1")
         run.wait_step(2)
@@ -60,7 +60,7 @@ def test_a_run_over_tls_keeps_its_secrets_and_tells_its_rounds(tmp_path: Path) -
         with Looker(None, urls[0], run.run_dir / "token") as looker:
             shown = describe(looker.look())
         assert "engine engine-0" in shown and "publisher trainer" in shown
-        code, out, err = run.finish(timeout_s=200)
+        code, out, err = run.finish(timeout_s=400)
         assert code == 0, err
         check_flow(run.json("summary.json") or {})
         assert sorted(holders([token, key], run)) == ["tls/key.pem", "token"]

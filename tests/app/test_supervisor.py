@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +19,7 @@ from jaxrl_sync.launch import supervisor, sweep
 from jaxrl_sync.launch.environment import RUN_MARK
 from jaxrl_sync.launch.supervisor import Outcome, Supervisor
 from jaxrl_sync.launch.worker import Worker, WorkerSpec, error_line
-from tests.app.children import WAIT, Notes, run_of, settings, worker
+from tests.app.children import WAIT, Notes, alive, run_of, settings, worker
 
 DONE = "announce()\nprogress(1)\ntime.sleep(0.3)\nsys.exit(0)\n"
 DONE_AFTER_ENGINE = "while not (run / 'proc' / 'engine-0.json').exists():\n    time.sleep(0.02)\n" + DONE
@@ -31,10 +32,16 @@ def supervise(run_dir: Path, specs: list[WorkerSpec], shm_prefix: str = "", **ch
 
 
 def when_up(run_dir: Path, action: Callable[[], object]) -> None:
-    """Call ``action`` in a thread of its own once all four processes are up and have their handlers."""
+    """Call ``action`` in a thread of its own once all four processes are up and have their handlers, and the
+    supervisor has noted that it started them."""
+
+    def up() -> bool:
+        noted = run_dir / "events.jsonl"
+        starts = noted.read_text().count('"start"') if noted.exists() else 0
+        return starts == 4 and len(list((run_dir / "proc").glob("*.json"))) == 4
 
     def wait() -> None:
-        if _eventually(lambda: len(list((run_dir / "proc").glob("*.json"))) == 4):
+        if _eventually(up):
             action()
 
     threading.Thread(target=wait, daemon=True).start()
@@ -198,9 +205,20 @@ def test_no_progress_ends_the_run_with_step_and_phase(tmp_path: Path) -> None:
 
 
 def test_a_process_that_never_comes_up_is_named(tmp_path: Path) -> None:
-    outcome = supervise(tmp_path, run_of(tmp_path, engine="stop.wait()\n"), start_timeout_s=6.0)
+    specs = run_of(tmp_path, engine="stop.wait()\n")
+    supervisor = Supervisor(settings(start_timeout_s=60.0), tmp_path, specs, Notes(), "")
+
+    def time_is_over() -> None:
+        """Once all others are up, however long they took: the engine seems to have been started long ago."""
+        others = [tmp_path / "proc" / f"{name}.json" for name in ("hub", "trainer-0", "orchestrator")]
+        if _eventually(lambda: all(path.exists() for path in others)):
+            supervisor._workers[2].started_at -= 61.0
+
+    threading.Thread(target=time_is_over, daemon=True).start()
+    outcome = supervisor.run()
+    assert sweep.marked_pids(RUN_MARK, str(tmp_path)) == []
     assert outcome.code == 4
-    assert outcome.cause.startswith("engine-0 did not come up within 6 s")
+    assert outcome.cause.startswith("engine-0 did not come up within 60 s")
 
 
 def test_a_hub_that_fails_at_once_ends_the_run_before_the_others_start(tmp_path: Path) -> None:
@@ -264,10 +282,29 @@ def test_a_run_directory_that_vanishes_ends_the_run(tmp_path: Path) -> None:
     assert outcome == Outcome(3, f"run directory {run_dir} was deleted or emptied in mid-run")
 
 
-def test_what_ignores_sigterm_is_killed_after_the_grace_time(tmp_path: Path) -> None:
+def test_what_ignores_sigterm_is_killed_after_the_grace_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the supervisor's clock: it runs fast while nobody but the deaf one is left of those that it asks
+    together, however long the others take."""
+    ahead = 0.0
+
+    def now() -> float:
+        nonlocal ahead
+        ended = tmp_path / "trainer-0.ends"
+        if ended.exists() and not alive([int(ended.read_text())]):
+            ahead += 100.0 * len(
+                alive([json.loads((tmp_path / "proc" / "engine-0.json").read_text())["pid"]])
+            )
+        return time.monotonic() + ahead
+
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=now, sleep=time.sleep, time=time.time))
     deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nannounce()\ntime.sleep(600)\n"
-    specs = run_of(tmp_path, engine=deaf, orchestrator=DONE_AFTER_ENGINE)
-    assert supervise(tmp_path, specs, grace_s=1.0).code == 0
+    ends = WAIT + "write(run / 'trainer-0.ends', os.getpid())\n"
+    both = DONE_AFTER_ENGINE.replace("engine-0", "trainer-0") + DONE_AFTER_ENGINE
+    both = both.replace(DONE, "", 1)
+    specs = run_of(tmp_path, trainer=ends, engine=deaf, orchestrator=both)
+    assert supervise(tmp_path, specs, grace_s=600.0).code == 0
     assert ("kill", "engine-0") in [(e["event"], e["process"]) for e in events(tmp_path)]
 
 
@@ -283,7 +320,8 @@ def test_a_trainer_that_could_not_save_its_last_checkpoint_is_how_the_run_ended(
 
 def test_a_trainer_that_is_killed_while_it_saves_is_how_the_run_ended(tmp_path: Path) -> None:
     saves = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nannounce()\ntime.sleep(600)\n"
-    outcome = supervise(tmp_path, run_of(tmp_path, trainer=saves, orchestrator=DONE_AFTER_TRAINER))
+    specs = run_of(tmp_path, trainer=saves, orchestrator=DONE_AFTER_TRAINER)
+    outcome = supervise(tmp_path, specs, grace_s=2.0)
     said = "trainer-0 still ran 2 s after SIGTERM and was killed: its last checkpoint may be missing"
     assert outcome == Outcome(4, f"{said} (run.grace_s)")
 

@@ -16,7 +16,7 @@ CONFIG = EngineConfig(
 DIGITS = CharTokenizer("0123456789+= ", size=24)
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def eventually(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "condition not reached"

@@ -242,19 +242,19 @@ def test_the_thread_serves_and_sleeps() -> None:
         thread = threading.Thread(target=engine.run, args=(stop,))
         thread.start()
         try:
-            results = [engine.submit(ask(f"{i}", n=4)).result(30) for i in range(3)]
+            results = [engine.submit(ask(f"{i}", n=4)).result(240) for i in range(3)]
             assert all(len(r.samples) == 4 for r in results)
             dispatches = engine.stats().dispatches
             time.sleep(0.2)
             assert engine.stats().dispatches == dispatches == 3 * 3
-            assert engine.pause("keep").result(5) == "paused"
-            assert engine.resume().result(5) == "ready"
+            assert engine.pause("keep").result(60) == "paused"
+            assert engine.resume().result(60) == "ready"
             late = engine.submit(ask("late", max_tokens=29, timeout_s=0.05))
-            engine.pause("keep").result(5)
-            assert late.result(5).samples[0].finish_reason in ("timeout", "length")
+            engine.pause("keep").result(60)
+            assert late.result(60).samples[0].finish_reason in ("timeout", "length")
         finally:
             stop.set()
-            thread.join(10)
+            thread.join(60)
     assert engine.state == "closed" and not thread.is_alive()
 
 

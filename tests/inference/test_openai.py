@@ -276,7 +276,7 @@ def test_stop_string_cuts_the_answer_and_frees_the_engine(engine: Engine) -> Non
     stop = text[3:6]
     cut = answer(engine, body | {"stop": [stop]})["choices"][0]
     assert cut["text"] == text[: text.index(stop)] and cut["finish_reason"] == "stop"
-    for _ in range(200):
+    for _ in range(1200):
         if engine.stats().running == 0:
             break
         threading.Event().wait(0.05)
@@ -330,6 +330,7 @@ def test_engine_that_goes_down_ends_the_stream_with_an_error_event(engine: Engin
     async def call() -> list[bytes]:
         job = model_of(engine).completion_job({**COMPLETION, "max_tokens": 40, "stream": True})
         bridge = TokenBridge(asyncio.get_running_loop())
+        engine.pause("keep").result(60)  # it may be done before the weights are torn otherwise
         generation = Generation(engine, bridge, DIGITS, job)
         engine.poison("torn weights")
         return [event async for event in event_stream(generation, "v")]
@@ -340,4 +341,5 @@ def test_engine_that_goes_down_ends_the_stream_with_an_error_event(engine: Engin
     finally:
         weights = engine_weights(0, tp_mesh(), config=engine.config)
         engine.install(weights, Version("test", 1)).result(60)
+        engine.resume().result(60)
         assert engine.state == "ready"

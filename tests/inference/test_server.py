@@ -50,17 +50,17 @@ def test_every_call_but_health_needs_the_token(server: EngineServer, method: str
     ]
     for value in wrong:
         headers = [] if value is None else [(b"Authorization", value.encode("latin-1"))]
-        answer = httpx.request(method, server.url + path, headers=headers)
+        answer = httpx.request(method, server.url + path, headers=headers, timeout=60)
         assert answer.status_code == 401, value
         assert "run token" in answer.json()["error"]["message"]
         assert answer.headers["www-authenticate"] == "Bearer"
-    assert httpx.get(server.url + "/health").status_code == 200
+    assert httpx.get(server.url + "/health", timeout=60).status_code == 200
 
 
 def test_refused_peer_is_logged_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     with EngineServer(engine, token=TOKEN) as server, caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert httpx.get(server.url + "/stats").status_code == 401
+            assert httpx.get(server.url + "/stats", timeout=60).status_code == 401
     assert [r.getMessage() for r in caplog.records if "refused" in r.getMessage()] == [
         "engine-0 refused 127.0.0.1: /stats: no run token (logged once in 600 s)"
     ]
@@ -206,8 +206,10 @@ def test_swap_answers_or_fails_by_its_deadline(http: httpx.Client) -> None:
 def test_engine_without_hub_or_tokenizer_says_so(engine: Engine) -> None:
     headers = {"Authorization": f"bearer {TOKEN}"}
     with EngineServer(engine, token=TOKEN) as server:
-        swap = httpx.post(server.url + "/swap", headers=headers, json={"lineage": "a", "number": 1})
-        models = httpx.get(server.url + "/v1/models", headers=headers)
+        swap = httpx.post(
+            server.url + "/swap", headers=headers, json={"lineage": "a", "number": 1}, timeout=60
+        )
+        models = httpx.get(server.url + "/v1/models", headers=headers, timeout=60)
     assert swap.status_code == 404 and "no hub" in swap.json()["error"]["message"]
     assert models.status_code == 404 and "no tokenizer" in models.json()["error"]["message"]
 
@@ -219,12 +221,12 @@ def test_engine_without_weights_refuses_until_it_has_them() -> None:
         EngineThread(engine),
         EngineServer(engine, token=TOKEN) as server,
     ):
-        assert httpx.get(server.url + "/health").json() == {"state": "starting", "version": None}
-        answer = httpx.post(server.url + "/generate", headers=headers, json=generate_body("s"))
+        assert httpx.get(server.url + "/health", timeout=60).json() == {"state": "starting", "version": None}
+        answer = httpx.post(server.url + "/generate", headers=headers, json=generate_body("s"), timeout=60)
         assert answer.status_code == 503 and answer.json()["error"]["type"] == "NotServingError"
         engine.poison("half a version")
-        assert httpx.get(server.url + "/health").json()["state"] == "poisoned"
-        answer = httpx.post(server.url + "/generate", headers=headers, json=generate_body("s"))
+        assert httpx.get(server.url + "/health", timeout=60).json()["state"] == "poisoned"
+        answer = httpx.post(server.url + "/generate", headers=headers, json=generate_body("s"), timeout=60)
         assert answer.status_code == 503 and "half a version" in answer.json()["error"]["message"]
 
 
@@ -262,13 +264,13 @@ def test_close_lets_running_generations_end_and_refuses_new_ones(engine: Engine)
         eventually(lambda: engine.stats().waiting + engine.stats().running == 1)
         closing = pool.submit(server.close, 30.0)
         eventually(lambda: server._calls.draining)
-        late = httpx.post(server.url + "/generate", headers=headers, json=generate_body("d2"))
+        late = httpx.post(server.url + "/generate", headers=headers, json=generate_body("d2"), timeout=60)
         assert late.status_code == 503 and "shutting down" in late.json()["error"]["message"]
         engine.resume().result(20)
         assert [s["finish_reason"] for s in running.result(60).json()["samples"]] == ["length"]
         closing.result(60)
     with pytest.raises(httpx.ConnectError):
-        httpx.get(server.url + "/health")
+        httpx.get(server.url + "/health", timeout=60)
 
 
 def test_a_refused_twin_does_not_hide_the_running_generation_from_close(engine: Engine) -> None:
@@ -279,7 +281,7 @@ def test_a_refused_twin_does_not_hide_the_running_generation_from_close(engine: 
         call = server.url + "/generate"
         running = pool.submit(httpx.post, call, headers=headers, json=generate_body("d4"), timeout=60)
         eventually(lambda: engine.stats().waiting + engine.stats().running == 1)
-        assert httpx.post(call, headers=headers, json=generate_body("d4")).status_code == 400
+        assert httpx.post(call, headers=headers, json=generate_body("d4"), timeout=60).status_code == 400
         assert server._calls.open_generations == 1
         server.close(drain_s=0.1)
         assert [s["finish_reason"] for s in running.result(60).json()["samples"]] == ["abort"]

@@ -91,7 +91,7 @@ def serving(spec: dict[str, Any]) -> Iterator[str]:
             assert url.startswith("http://"), child.stderr.read() if child.stderr else ""
             yield url
             child.send_signal(signal.SIGTERM)
-            assert child.wait(30) == 0
+            assert child.wait(120) == 0
         finally:
             child.kill()
 

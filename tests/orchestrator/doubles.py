@@ -50,6 +50,8 @@ class EngineBehaviour:
     finish: Callable[[dict[str, Any], int], str] = lambda body, index: "stop"
     swap_status: int = 0
     release_s: float = 0.0
+    stuck: Callable[[dict[str, Any], int], bool] = lambda body, position: False
+    """A request comes to no token at that position while it says yes, unless it is aborted."""
     asleep: Callable[[], bool] = lambda: False
     """While it sleeps it decodes nothing, and no request's time runs."""
     colocated: bool = False
@@ -95,7 +97,7 @@ class EngineDouble:
         info = {"url": self.url, "replica": 0, "slots": 16, "max_len": 64}
         info["moves_itself"] = self.behaviour.moves_itself
         info["colocated"] = self.behaviour.colocated
-        self._lease = self._hub.register("engine", name, info=info, ttl_s=1.0)
+        self._lease = self._hub.register("engine", name, info=info, ttl_s=30.0)
         self._closing = threading.Event()
         if self.behaviour.moves_itself:
             threading.Thread(target=self._follow, daemon=True).start()
@@ -125,7 +127,7 @@ class EngineDouble:
                 time.sleep(0.01)
 
     def kill(self) -> None:
-        """As SIGKILL: no answer, no farewell; the lease runs out by itself."""
+        """As SIGKILL: no answer, no farewell; the lease ends by itself, or with who takes its place."""
         self._closing.set()
         self._lease._closed.set()
         self._loop.call_soon_threadsafe(self._break)
@@ -197,6 +199,8 @@ class EngineDouble:
             await asyncio.sleep(self.behaviour.token_s)
             slept = time.monotonic()
             while self.behaviour.asleep() and not aborted.is_set():
+                await asyncio.sleep(0.01)
+            while self.behaviour.stuck(body, position) and not aborted.is_set():
                 await asyncio.sleep(0.01)
             began += time.monotonic() - slept
             if aborted.is_set():
@@ -299,23 +303,26 @@ class TrainerDouble:
         publish_every: int = 1,
         lineage: str = LINEAGE,
         hub_stop: threading.Event | None = None,
+        ttl_s: float = 30.0,
     ) -> None:
         token = auth.load_token(token_file)
         self.train_s, self.publish_every, self.lineage = train_s, publish_every, lineage
         self.frames: list[BatchFrame] = []
         self.training: int | None = None
         self.freeze = threading.Event()
+        self.gate: Callable[[int], bool] = lambda step: True
+        """Asked again and again: a step is trained once it says yes."""
         self.die_at: int | None = None
         self.hub_stop = hub_stop or threading.Event()
         self._hub = HubClient(hub_url, token_file, timeout_s=2.0)
-        self._publisher = self._hub.register("publisher", "trainer", info={"model": "policy"}, ttl_s=5.0)
+        self._publisher = self._hub.register("publisher", "trainer", info={"model": "policy"}, ttl_s=60.0)
         self._state = TrainerState(lineage, number, cursor or {})
         self._token, self._run_id = token, auth.run_id_of(token)
         self._config = ConnectionConfig(heartbeat_s=0.2, silence_s=3.0)
         self.receiver = self._listen()
         self._announce(number)
         info = {"data_url": self.receiver.address, "data_rank": 0, "data_ranks": 1, "rows": 4, "seq_len": 64}
-        self._lease = self._hub.register("trainer", "trainer-0", info=info, ttl_s=1.0)
+        self._lease = self._hub.register("trainer", "trainer-0", info=info, ttl_s=ttl_s)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, daemon=True)
         self._thread.start()
@@ -341,7 +348,8 @@ class TrainerDouble:
                 self.receiver.close()
                 return
             self.training = frame.header.step
-            while self.freeze.is_set() and not self._stop.is_set():
+            step = frame.header.step
+            while (self.freeze.is_set() or not self.gate(step)) and not self._stop.is_set():
                 time.sleep(0.01)
             time.sleep(self.train_s)
             self.training = None

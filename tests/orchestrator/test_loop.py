@@ -19,7 +19,7 @@ from jaxrl_sync.orchestrator.errors import BarrenError
 from jaxrl_sync.orchestrator.source import DataSource
 from jaxrl_sync.tasks.registry import make_task
 from jaxrl_sync.transfer import auth
-from jaxrl_sync.transfer.hub.client import HubClient
+from jaxrl_sync.transfer.hub.client import HubClient, Member
 
 from .doubles import EngineDouble, hub
 from .harness import Running, context, world
@@ -51,7 +51,8 @@ def test_a_whole_run_trains_every_step_and_evaluates_first_and_last(tmp_path: Pa
         assert sum(summary["staleness"].values()) == 72 and max(map(int, summary["staleness"])) <= 2
         for engine in engines:
             kinds = [kind for _, kind, _ in engine.log]
-            assert kinds.index("swap") < kinds.index("generate"), "generated before its first version"
+            if "generate" in kinds:  # one that joins late may find nothing left to do
+                assert kinds.index("swap") < kinds.index("generate"), "generated before its first version"
 
 
 @pytest.mark.invariant(12)
@@ -166,7 +167,7 @@ def test_data_whose_last_prompt_fails_ends_the_run_at_the_last_published_version
         running.join(240)
         assert [f.header.last for f in trainer.frames] == [False, False], "nobody could know"
         assert running.summary["cause"] == "done" and running.summary["flow"]["prompts_given_up"] == 1
-        assert [e.version.number for e in engines if e.version] == [0, 0]
+        assert {e.version.number for e in engines if e.version} == {0}
 
 
 @pytest.mark.invariant(55)
@@ -238,7 +239,7 @@ def test_a_trainer_that_freezes_ends_the_run_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.invariant(19)
 def test_a_trainer_that_dies_after_its_last_step_ends_the_run_by_name(tmp_path: Path) -> None:
-    with world(tmp_path) as (url, engines, trainer):
+    with world(tmp_path, ttl_s=1.0) as (url, engines, trainer):
         for engine in engines:  # the last evaluation, in which nobody needs the trainer, has no end
             engine.behaviour.hang = lambda body: (
                 body["request_id"].startswith("eval-") and (body["version"]["number"] == 6)
@@ -252,15 +253,28 @@ def test_a_trainer_that_dies_after_its_last_step_ends_the_run_by_name(tmp_path: 
 
 
 @pytest.mark.invariant(19)
-def test_a_trainer_that_dies_while_it_starts_ends_the_wait_for_it_by_name(tmp_path: Path) -> None:
+def test_a_trainer_that_dies_while_it_starts_ends_the_wait_for_it_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+
+    class Looking(HubClient):
+        def members(self, role: str | None = None) -> list[Member]:
+            found = super().members(role)
+            looks.append(len(found))
+            return found
+
+    monkeypatch.setattr(process, "HubClient", Looking)
     auth.create_token(tmp_path / "token")
     with hub(tmp_path / "token", threading.Event()) as url, HubClient(url, tmp_path / "token") as client:
-        lease = client.register("trainer", "trainer-0", ttl_s=3.0)
+        lease = client.register("trainer", "trainer-0", ttl_s=120.0)
         patient = {"start_timeout_s": 600.0}
         running = Running(context(tmp_path, url, loop={"trainer_wait_s": 0.5}, run=patient))
-        client.wait_members("orchestrator", 1, 20)
-        time.sleep(1.0)  # it looks at the directory five times a second
+        while looks.count(1) < 4 and not running.ended_within(0.01):
+            pass  # who never saw it can't miss it
         assert running.error is None
+        lease._ttl_s = 1.0
+        lease.update()
         lease._closed.set()
         assert running.ended_within(240)
         assert "trainer process trainer-0 is gone" in str(running.error) and running.exit_code == 4

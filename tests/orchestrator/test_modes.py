@@ -86,9 +86,13 @@ def test_one_step_off_generates_while_the_trainer_trains_and_sync_never_does(
         while_training: list[str] = []
 
         def note(body: dict[str, Any]) -> bool:
-            if trainer.training is not None and body["request_id"].startswith("train-"):
+            """Of the second batch on, the first request goes on once the trainer trains, where it may."""
+            kind, position = body["request_id"].split("-")[:2]
+            if kind == "train" and trainer.training is not None:
                 while_training.append(body["request_id"])
-            return False
+            return overlaps and kind == "train" and int(position) >= 3 and not while_training
+
+        trainer.gate = lambda step: bool(while_training) or not overlaps
 
         for engine in engines:
             engine.behaviour.hang = note
@@ -142,10 +146,17 @@ def test_a_slow_engine_skips_versions_and_the_bound_holds(tmp_path: Path) -> Non
     with world(tmp_path, train_s=0.05) as (url, engines, trainer):
 
         def behind(number: int) -> bool:
-            """Whether a swap still lasts: until the trainer is two versions further, or done."""
-            return len(trainer.frames) < min(number + 2, 24)
+            """Whether a swap still lasts: until the other engine is two versions further, or has the last."""
+            held = engines[0].version
+            return held is None or held.number < min(number + 2, 24)
+
+        def taken(step: int) -> bool:
+            """The other engine takes every version: no further one comes before."""
+            held = engines[0].version
+            return held is not None and held.number >= step - 1
 
         engines[1].behaviour.swap_hangs = behind
+        trainer.gate = taken
         running = Running(_case(tmp_path, url, "async", 4, run={"steps": 24}))
         running.join(240)
         slow = [value for _, kind, value in engines[1].log if kind == "swap"]
@@ -159,18 +170,26 @@ def test_groups_outlive_a_step_that_takes_longer_than_they_may_when_their_engine
     tmp_path: Path,
 ) -> None:
     """They were cancelled, one batch after another: time asleep counted for ``loop.group_timeout_s``."""
-    with world(tmp_path, engines=1, train_s=2.9, colocated=True) as (url, engines, trainer):
+    with world(tmp_path, engines=1, train_s=8.0, colocated=True) as (url, engines, trainer):
         slept = list[int]()
+
+        def hangs(body: dict[str, Any]) -> bool:
+            """One group is under way when the first step is trained, however slow this is."""
+            return body["request_id"].startswith("train-3-") and not slept and trainer.training is None
 
         def asleep() -> bool:
             if trainer.training is not None:
                 slept.append(trainer.training)
             return trainer.training is not None
 
+        engines[0].behaviour.hang = hangs
         engines[0].behaviour.asleep = asleep
         engines[0].behaviour.token_s = 0.1
-        loop = {"staleness_bound": 2, "group_timeout_s": 2.6}
-        running = Running(context(tmp_path, url, run={"steps": 4}, sync={"mode": "async"}, loop=loop))
+        loop = {"staleness_bound": 2, "group_timeout_s": 7.0}
+        evals = {"timeout_s": 60.0}
+        running = Running(
+            context(tmp_path, url, run={"steps": 2}, sync={"mode": "async"}, loop=loop, eval=evals)
+        )
         running.join(240)
         flow = running.summary["flow"]["train"]
         assert slept and flow["cancelled"] == flow["errored"] == 0, flow
@@ -194,7 +213,7 @@ def test_an_evaluated_version_is_pinned_at_the_hub_until_its_evaluation_is_over(
 
     monkeypatch.setattr(process, "HubClient", Pinning)
     with world(tmp_path) as (url, _, _trainer):
-        running = Running(_case(tmp_path, url, "async", 2, eval={"pin": True}))
+        running = Running(_case(tmp_path, url, "async", 2, eval={"pin": True}, hub={"ttl_s": 60.0}))
         running.join(240)
         assert [r["missing"] for r in running.rows("eval")] == [0, 0], "also of one that nobody keeps"
     first = calls[0][1]

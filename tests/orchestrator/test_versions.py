@@ -14,7 +14,7 @@ import pytest
 
 from jaxrl_sync.batch.pack import unpack
 from jaxrl_sync.config.sections import RunConfig
-from jaxrl_sync.orchestrator import process
+from jaxrl_sync.orchestrator import process, weight_watcher
 from jaxrl_sync.orchestrator.config import LoopConfig, loop_config
 from jaxrl_sync.transfer.hub.client import HubClient, Member
 
@@ -35,10 +35,20 @@ def _change(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
 def test_stale_rollouts_are_aborted_before_the_swap_and_nothing_else_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _change(monkeypatch, stale_policy="drop")
-    with world(tmp_path, engines=1, train_s=0.1) as (url, engines, trainer):
+    _change(monkeypatch, stale_policy="drop", log_interval_s=0.1)
+    with world(tmp_path, engines=1) as (url, engines, trainer):
         engines[0].behaviour.hang = lambda body: body["request_id"].startswith("train-0-v0")
-        running = Running(context(tmp_path, url, run={"steps": 8}, loop={"staleness_bound": 1}))
+        began: dict[int, float] = {}
+
+        def others_are_done(step: int) -> bool:
+            """No step is over before all rollouts have ended but the one that hangs: none gets too stale."""
+            since, seen = began.setdefault(step, time.time()), running.progress()
+            running_still = 4 if step <= 2 else 0  # the samples of the one that hangs, until it is aborted
+            return seen["t"] > since and (seen["version"], seen["inflight"]) == (step - 1, running_still)
+
+        trainer.gate = others_are_done
+        loop = {"staleness_bound": 1, "step_timeout_s": 120.0, "group_timeout_s": 120.0}
+        running = Running(context(tmp_path, url, run={"steps": 8}, loop=loop))
         running.join(240)
         log = [(kind, value) for _, kind, value in engines[0].log]
         aborted = [value for kind, value in log if kind == "abort"]
@@ -159,6 +169,7 @@ def test_pausing_with_abort_resumes_every_rollout_on_the_new_weights(tmp_path: P
         for engine in engines:
             engine.behaviour.token_s, engine.behaviour.tokens = 0.03, 6
             engine.behaviour.extras = extras
+            engine.behaviour.stuck = lambda body, at: body["request_id"] == "train-0-v0" and at == 3
         sampling = {"sampling": {"max_tokens": 6}}
         running = Running(
             context(tmp_path, url, run={"steps": 8}, loop=sampling, sync={"pause_mode": "abort"})
@@ -196,6 +207,7 @@ def test_a_hub_that_forgot_everybody_costs_no_rollout_of_an_engine_that_answers(
             return [] if forgetful.is_set() else super().members(role)
 
     monkeypatch.setattr(process, "HubClient", Forgetful)
+    monkeypatch.setattr(weight_watcher, "_HEALTH_S", 60.0)  # it answers, however slow this machine is
     with world(tmp_path, train_s=0.1) as (url, engines, trainer):
         running = Running(context(tmp_path, url, run={"steps": 24}))
         while len(trainer.frames) < 3:

@@ -90,7 +90,7 @@ class Rollouts:
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join(60)
+        self._thread.join(240)
 
 
 def _expected(run_dir: Path, data: dict[str, Any]) -> list[tuple[int, ...]]:
@@ -166,7 +166,7 @@ def test_a_held_version_is_served_before_the_trainer_gets_its_turn(tmp_path: Pat
                 assert {v for s in answer.json()["samples"] for v in s["versions"]} == {0}
             assert training.is_alive(), "the step waits for the hold"
             client.post("/release")
-            training.join(120)
+            training.join(240)
             assert client.get("/health").json()["version"]["number"] == 1
             assert client.post("/generate", json={**body, "version": version}).status_code == 409
             assert client.post("/pause", json={"mode": "keep"}).json() == {"state": "paused"}
@@ -185,7 +185,7 @@ def test_the_death_of_a_rank_ends_the_other_while_they_generate(tmp_path: Path) 
     with hub(run_dir) as url, TrainerWorld(run_dir, _settings(2), url) as world, _client(world) as client:
         _greedy(client, PROMPTS[0])
         world.processes[1].kill()
-        assert world.processes[0].wait(60) == 4
+        assert world.processes[0].wait(240) == 4
         assert "engine-0 rank 1 of this engine died" in world.log()
 
 

@@ -111,19 +111,17 @@ def test_ranks_with_different_steps_end_with_a_named_error(tmp_path: Path) -> No
             first, second = frames_of(1, 2, checkpoint=False), frames_of(1, 2, checkpoint=True)
             with pytest.raises(TransferError):
                 send_all(senders, [(1, first[0]), (1, second[1])])
-        assert {p.wait(60) for p in world.processes} == {4}
+        assert {p.wait(240) for p in world.processes} == {4}
         assert "trainer ranks hold different batches" in world.log()
 
 
 def test_the_death_of_a_rank_ends_the_other_with_a_named_error(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    data = settings(2, {"fsdp": 4})
-    data["run"]["stuck_timeout_s"] = 5.0
-    with hub(run_dir) as url, TrainerWorld(run_dir, data, url) as world:
+    with hub(run_dir) as url, TrainerWorld(run_dir, settings(2, {"fsdp": 4}), url) as world:
         with world.senders() as senders:
             train(senders, [1])
             world.processes[1].kill()
             with pytest.raises(TransferError):
                 senders[0].send(2, frames_of(2, 2)[0], 60.0)
-        assert world.processes[0].wait(90) != 0
+        assert world.processes[0].wait(240) != 0
         assert "did not reach" in world.log() or "rank" in world.log()

@@ -108,7 +108,7 @@ class TrainerWorld:
         """SIGTERM to all; their exit codes."""
         for process in self.processes:
             process.send_signal(signal.SIGTERM)
-        return [p.wait(60) for p in self.processes]
+        return [p.wait(240) for p in self.processes]
 
     def log(self) -> str:
         """What the processes said."""
