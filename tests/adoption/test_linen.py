@@ -33,7 +33,14 @@ linen_trainer.batch = when_told
 linen_trainer.main(Path(sys.argv[1]))
 """
 """The example, which makes no first update before it is told to: an engine that starts slowly would see
-none but the last weights."""
+none but the last weights, and no hub any more where the trainer had ended."""
+
+
+def patient_trainer(folder: Path) -> Path:
+    """The example, written there, with its patience."""
+    file = folder / "patient_trainer.py"
+    file.write_text(PATIENT.format(folder=str(FOLDER)), encoding="utf8")
+    return file
 
 
 def greedy(model: Any, params: Any, prompts: list[list[int]], length: int) -> list[list[int]]:
@@ -49,9 +56,8 @@ def greedy(model: Any, params: Any, prompts: list[list[int]], length: int) -> li
 @pytest.mark.timeout(600)
 def test_weights_and_tokens_follow_the_trainer(tmp_path: Path) -> None:
     """The engine ends with the trainer's last weights, bit for bit, and decodes what they say."""
-    patient = tmp_path / "patient_trainer.py"
-    patient.write_text(PATIENT.format(folder=str(FOLDER)), encoding="utf8")
-    with started([patient, FOLDER / "linen_engine.py"], tmp_path) as (trainer, engine):
+    files = [patient_trainer(tmp_path), FOLDER / "linen_engine.py"]
+    with started(files, tmp_path) as (trainer, engine):
         answers = [engine.ask(PROMPTS)]
         trainer.tell("train")
         while trainer.running:
@@ -89,8 +95,10 @@ def test_the_programs_as_they_were_before(tmp_path: Path) -> None:
         engine.end()
     adopted = tmp_path / "adopted"
     adopted.mkdir()
-    files = [FOLDER / "linen_trainer.py", FOLDER / "linen_engine.py"]
+    files = [patient_trainer(adopted), FOLDER / "linen_engine.py"]
     with started(files, adopted) as (trainer, engine):
+        engine.ask(PROMPTS)
+        trainer.tell("train")
         while trainer.running:
             engine.ask(PROMPTS)
             time.sleep(0.02)

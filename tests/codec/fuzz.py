@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> None:
             "fuzz",
             folder,
             "-max_len=8192",
-            "-timeout=10",
+            "-timeout=60",
             "-rss_limit_mb=2048",
             *arguments,
         ]

@@ -20,11 +20,14 @@ from jaxrl_sync.transfer import HubClient, Publisher, PublisherConfig, Subscribe
 from jaxrl_sync.transfer.hub.server import run_hub
 from jaxrl_sync.transfer.payload.settings import PayloadSettings
 from jaxrl_sync.transfer.version import Version
+from tests.ports import free_port
 
 CONFIG = qwen3.DecoderConfig(
     vocab_size=64, num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=64
 )
 FULL = PayloadSettings()
+LEASE_S = 30.0
+"""Where no test waits for its end, a lease outlasts whatever a busy machine makes wait."""
 AXES = {"embed": "fsdp", "vocab": "tp", "heads": "tp", "kv_heads": "tp", "ff": "tp"}
 
 
@@ -44,7 +47,8 @@ class Rig:
         payload: PayloadSettings = FULL,
         **options: Any,
     ) -> Publisher:
-        config = PublisherConfig(transport=transport, chunk_bytes=4096, ttl_s=2.0, payload=payload, **options)
+        options = {"ttl_s": LEASE_S, "chunk_bytes": 4096, **options}
+        config = PublisherConfig(transport=transport, payload=payload, **options)
         made = Publisher(self._hub.url, source, token_file=self._token_file, config=config, convert=convert)
         self._open.append(made)
         return made
@@ -58,7 +62,7 @@ class Rig:
         first: int = 4,
         **options: Any,
     ) -> Subscriber:
-        options = {"ttl_s": 2.0, "chunk_bytes": 4096, **options}
+        options = {"ttl_s": LEASE_S, "chunk_bytes": 4096, **options}
         config = SubscriberConfig(engine=engine, transport=transport, **options)
         return Subscriber(
             self._hub.url,
@@ -88,9 +92,9 @@ class Rig:
 
 
 class ServerThread:
-    """A hub in a thread of this process."""
+    """A hub in a thread of this process. No other program gets its port between its end and a restart."""
 
-    def __init__(self, token_file: Path, port: int = 0, ttl_s: float = 2.0) -> None:
+    def __init__(self, token_file: Path, port: int = 0, ttl_s: float = LEASE_S) -> None:
         self.stop = threading.Event()
         ready = threading.Event()
         self.url = ""
@@ -101,7 +105,7 @@ class ServerThread:
 
         self.thread = threading.Thread(
             target=run_hub,
-            args=("127.0.0.1", port, token_file),
+            args=("127.0.0.1", port or free_port(), token_file),
             kwargs={"stop": self.stop, "announce": announced, "ttl_s": ttl_s},
         )
         self.thread.start()

@@ -45,11 +45,11 @@ def running_hub(token_file: Path, **options: Any) -> Iterator[str]:
     thread = threading.Thread(target=run_hub, args=("127.0.0.1", 0, token_file), kwargs=options)
     thread.start()
     try:
-        assert ready.wait(30)
+        assert ready.wait(60)
         yield urls[0]
     finally:
         stop.set()
-        thread.join(10)
+        thread.join(60)
 
 
 def front() -> Any:
@@ -88,12 +88,12 @@ def a_server(kind: str, token_file: Path, own: tls.ServerTls | None) -> Iterator
 def serves(server: Server) -> bool:
     base, trust = tls.split_url(server.url)
     headers, verify = auth.bearer_headers(server.token), trust.context() if trust.fingerprint else True
-    return httpx.get(base + server.call, headers=headers, timeout=20, verify=verify).status_code == 200
+    return httpx.get(base + server.call, headers=headers, timeout=60, verify=verify).status_code == 200
 
 
 def dial(url: str) -> socket.socket:
     parts = urlsplit(url)
-    return socket.create_connection((parts.hostname or "", parts.port or 0), 10)
+    return socket.create_connection((parts.hostname or "", parts.port or 0), 60)
 
 
 def refused_lines(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -18,6 +18,8 @@ from jaxrl_sync.transfer import auth, wire
 from jaxrl_sync.transfer.errors import AuthError, DeadlineError, PeerLost, ProtocolError
 
 TOKEN = "ab" * 32
+LIMIT_S = 60.0
+"""What must succeed may take so long."""
 
 
 def both(server: Callable[[socket.socket], Any], client: Callable[[socket.socket], Any]) -> tuple[Any, Any]:
@@ -35,7 +37,7 @@ def both(server: Callable[[socket.socket], Any], client: Callable[[socket.socket
     thread = threading.Thread(target=run, args=("server", server, left))
     thread.start()
     run("client", client, right)
-    thread.join(10)
+    thread.join(2 * LIMIT_S)
     left.close()
     right.close()
     return results["server"], results["client"]
@@ -69,8 +71,8 @@ def test_token_file_must_be_regular_and_whole(tmp_path: Path) -> None:
 
 def test_handshake_is_mutual_and_carries_hello_and_reply() -> None:
     server, client = both(
-        lambda s: auth.accept(s, TOKEN, "r1", 5, reply=lambda hello: {"seen": hello["purpose"]}),
-        lambda s: auth.connect(s, TOKEN, "r1", {"purpose": "weights"}, 5),
+        lambda s: auth.accept(s, TOKEN, "r1", LIMIT_S, reply=lambda hello: {"seen": hello["purpose"]}),
+        lambda s: auth.connect(s, TOKEN, "r1", {"purpose": "weights"}, LIMIT_S),
     )
     assert server == {"purpose": "weights"}
     assert client == {"seen": "weights"}
@@ -79,7 +81,7 @@ def test_handshake_is_mutual_and_carries_hello_and_reply() -> None:
 @pytest.mark.parametrize(("token", "run_id"), [("cd" * 32, "r1"), (TOKEN, "r2")])
 def test_handshake_refuses_wrong_token_and_foreign_run(token: str, run_id: str) -> None:
     server, client = both(
-        lambda s: auth.accept(s, TOKEN, "r1", 5), lambda s: auth.connect(s, token, run_id, {}, 5)
+        lambda s: auth.accept(s, TOKEN, "r1", LIMIT_S), lambda s: auth.connect(s, token, run_id, {}, LIMIT_S)
     )
     assert isinstance(server, (AuthError, PeerLost))
     assert isinstance(client, AuthError)
@@ -103,18 +105,18 @@ def test_replayed_client_messages_are_refused() -> None:
             return getattr(self.sock, name)
 
     both(
-        lambda s: auth.accept(s, TOKEN, "r1", 5),
-        lambda s: auth.connect(Tap(s), TOKEN, "r1", {"x": 1}, 5),  # type: ignore[arg-type]
+        lambda s: auth.accept(s, TOKEN, "r1", LIMIT_S),
+        lambda s: auth.connect(Tap(s), TOKEN, "r1", {"x": 1}, LIMIT_S),  # type: ignore[arg-type]
     )
 
     def replay(sock: socket.socket) -> None:
         for part in recorded:
             sock.sendall(part)
-        sock.settimeout(5)
+        sock.settimeout(LIMIT_S)
         while sock.recv(4096):
             pass
 
-    server, _ = both(lambda s: auth.accept(s, TOKEN, "r1", 5), replay)
+    server, _ = both(lambda s: auth.accept(s, TOKEN, "r1", LIMIT_S), replay)
     assert isinstance(server, AuthError) and "wrong run token" in str(server)
 
 
@@ -133,7 +135,7 @@ def test_oversized_handshake_is_refused_before_it_is_read() -> None:
     left, right = socket.socketpair()
     right.sendall((1 << 31).to_bytes(4, "little"))
     with pytest.raises(ProtocolError, match="limit"):
-        auth.accept(left, TOKEN, "r1", 1)
+        auth.accept(left, TOKEN, "r1", LIMIT_S)
     left.close()
     right.close()
 
@@ -143,7 +145,8 @@ def test_refusal_reaches_the_client_in_words() -> None:
         raise ProtocolError("layout differs in 'embed'")
 
     server, client = both(
-        lambda s: auth.accept(s, TOKEN, "r1", 5, reply=refuse), lambda s: auth.connect(s, TOKEN, "r1", {}, 5)
+        lambda s: auth.accept(s, TOKEN, "r1", LIMIT_S, reply=refuse),
+        lambda s: auth.connect(s, TOKEN, "r1", {}, LIMIT_S),
     )
     assert isinstance(server, ProtocolError)
     assert isinstance(client, AuthError) and "layout differs in 'embed'" in str(client)
@@ -160,18 +163,20 @@ def test_messages_round_trip_with_payload() -> None:
     left, right = socket.socketpair()
     big = bytes(range(256)) * 8192
     with wire.Connection(left, "left") as a, wire.Connection(right, "right") as b:
-        thread = threading.Thread(target=a.send, args=({"kind": "x"}, big, b"tail"), kwargs={"timeout_s": 5})
+        thread = threading.Thread(
+            target=a.send, args=({"kind": "x"}, big, b"tail"), kwargs={"timeout_s": LIMIT_S}
+        )
         thread.start()
-        header, payload = b.recv(5, max_payload_bytes=1 << 22)
+        header, payload = b.recv(LIMIT_S, max_payload_bytes=1 << 22)
         thread.join()
         assert header == {"kind": "x"} and payload == big + b"tail"
         target = bytearray(6)
-        a.send({"kind": "y"}, b"abcdef", timeout_s=5)
-        assert b.recv_into([memoryview(target)[:2], memoryview(target)[2:]], 5) == {"kind": "y"}
+        a.send({"kind": "y"}, b"abcdef", timeout_s=LIMIT_S)
+        assert b.recv_into([memoryview(target)[:2], memoryview(target)[2:]], LIMIT_S) == {"kind": "y"}
         assert target == b"abcdef"
-        a.send({}, b"xy", timeout_s=5)
+        a.send({}, b"xy", timeout_s=LIMIT_S)
         with pytest.raises(ProtocolError, match="payload of 2 bytes"):
-            b.recv(5)
+            b.recv(LIMIT_S)
 
 
 def test_connection_errors_are_named() -> None:
@@ -181,9 +186,9 @@ def test_connection_errors_are_named() -> None:
         a.recv(0.05)
     b.close()
     with pytest.raises(PeerLost, match="engine-0 closed"):
-        a.recv(1)
+        a.recv(LIMIT_S)
     with pytest.raises(PeerLost, match="trainer-0"):
-        b.recv(1)
+        b.recv(LIMIT_S)
     a.close()
 
 
@@ -193,7 +198,7 @@ def test_a_listener_is_named_by_how_others_reach_it() -> None:
         assert wire.address_of(loop, "http://10.0.0.1:80") == f"127.0.0.1:{port}"
         named = wire.address_of(everywhere, f"http://127.0.0.1:{port}")
         assert named == f"127.0.0.1:{everywhere.getsockname()[1]}"
-        wire.dial(named, 5).close()
+        wire.dial(named, LIMIT_S).close()
     assert (
         wire.is_loopback("::1") and not wire.is_loopback("0.0.0.0") and not wire.is_loopback("host.example")
     )
@@ -206,7 +211,7 @@ def test_close_wakes_a_waiting_receiver() -> None:
 
     def wait() -> None:
         try:
-            conn.recv(30)
+            conn.recv(2 * LIMIT_S)
         except Exception as error:
             failed.append(error)
 
@@ -214,7 +219,7 @@ def test_close_wakes_a_waiting_receiver() -> None:
     thread.start()
     time.sleep(0.1)
     conn.close()
-    thread.join(5)
+    thread.join(LIMIT_S)
     assert not thread.is_alive() and isinstance(failed[0], PeerLost)
     right.close()
 

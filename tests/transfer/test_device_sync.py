@@ -34,7 +34,7 @@ from jaxrl_sync.transfer import (
 )
 from jaxrl_sync.transfer.payload.settings import PayloadSettings
 from tests.sharding.meshes import P, mesh
-from tests.transfer.models import ServerThread, host
+from tests.transfer.models import LEASE_S, ServerThread, host
 
 TRANSPORTS: tuple[Literal["shm", "tcp"], ...] = ("shm", "tcp")
 PAYLOADS: tuple[Literal["full", "sparse"], ...] = ("full", "sparse")
@@ -101,8 +101,8 @@ def play(url: str, token_file: Path, transport: Any, payload: Any, rows: int, pl
     tree = params(rows)
     made = PayloadSettings(payload, compare="device") if payload == "sparse" else PayloadSettings()
     reports = []
-    ours = PublisherConfig(transport=transport, payload=made, ttl_s=4.0)
-    theirs = SubscriberConfig(transport=transport, ttl_s=4.0, timeout_s=60)
+    ours = PublisherConfig(transport=transport, payload=made, ttl_s=LEASE_S)
+    theirs = SubscriberConfig(transport=transport, ttl_s=LEASE_S, timeout_s=60)
     with (
         Publisher(url, tree, token_file=token_file, config=ours) as publisher,
         Subscriber(url, target(tree), convert, token_file=token_file, config=theirs) as subscriber,
@@ -133,7 +133,7 @@ def check(platform: str, rows: int, say: Callable[[str], None]) -> None:
         auth.create_token(token_file)
         for transport in TRANSPORTS:
             for payload in PAYLOADS:
-                hub = ServerThread(token_file, ttl_s=4.0)
+                hub = ServerThread(token_file)
                 start = time.monotonic()
                 try:
                     reports = play(hub.url, token_file, transport, payload, rows, platform)

@@ -14,15 +14,27 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from jaxrl_sync.batch.connection import BatchReceiver, BatchSender, TrainerState
+from jaxrl_sync.batch.connection import BatchReceiver, BatchSender, ConnectionConfig, TrainerState
+from jaxrl_sync.inference import group
 from jaxrl_sync.inference.group import Leader
 from jaxrl_sync.transfer import Subscriber, SubscriberConfig, Version, auth, wire
 from jaxrl_sync.transfer.errors import AuthError, PeerLost, TransferError
 from jaxrl_sync.transfer.lobby import Lobby
 from jaxrl_sync.transfer.refusals import AGAIN_S, MAX_LINES, Refusals
-from tests.transfer.models import Rig, ServerThread, convert, engine_target, take, trainer_params, until
+from tests.transfer.models import (
+    LEASE_S,
+    Rig,
+    ServerThread,
+    convert,
+    engine_target,
+    take,
+    trainer_params,
+    until,
+)
 
 OTHER_TOKEN = "cd" * 32
+PATIENT_S = 60.0
+"""For a handshake: no attack of these may take so long that it is refused as slow."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -40,7 +52,8 @@ class Door(NamedTuple):
 def publisher_door(hub: ServerThread, token_file: Path) -> Iterator[Door]:
     with Rig(hub, token_file) as rig:
         params = trainer_params()
-        rig.publisher(params).publish(params, Version("a", 0)).wait(60)
+        publisher = rig.publisher(params, handshake_timeout_s=PATIENT_S)
+        publisher.publish(params, Version("a", 0)).wait(60)
         client = rig.hub_client()
         (member,) = client.members("publisher")
         hello = {"purpose": "weights", "engine": "e", "rank": 0}
@@ -58,7 +71,7 @@ def relay_door(hub: ServerThread, token_file: Path) -> Iterator[Door]:
         params = trainer_params()
         publisher = rig.publisher(params)
         publisher.publish(params, Version("a", 0)).wait(60)
-        config = SubscriberConfig(engine="r", relay=True, ttl_s=2.0)
+        config = SubscriberConfig(engine="r", relay=True, ttl_s=LEASE_S, handshake_timeout_s=PATIENT_S)
         with Subscriber(hub.url, engine_target(), convert, token_file=token_file, config=config) as relay:
             take(relay)
             client = rig.hub_client()
@@ -78,7 +91,8 @@ def batch_door(hub: ServerThread, token_file: Path) -> Iterator[Door]:
     token = auth.load_token(token_file)
     run_id = auth.run_id_of(token)
     state = TrainerState("a", 7, {})
-    with BatchReceiver(state, token=token, run_id=run_id, data_rank=0) as receiver:
+    config = ConnectionConfig(handshake_s=PATIENT_S)
+    with BatchReceiver(state, token=token, run_id=run_id, data_rank=0, config=config) as receiver:
 
         def serves() -> None:
             with BatchSender(receiver.address, token=token, run_id=run_id, data_rank=0) as sender:
@@ -93,8 +107,7 @@ def group_door(hub: ServerThread, token_file: Path) -> Iterator[Door]:
     token = auth.load_token(token_file)
     run_id = auth.run_id_of(token)
     leader = Leader("engine-7", token, "127.0.0.1", 2, lambda cause, code: None)
-    waiting = threading.Thread(target=leader.wait, args=(60.0,))
-    waiting.start()
+    waiting = threading.Thread(target=leader.wait, args=(240.0,))
     address = "{}:{}".format(*leader.address)
 
     def serves() -> None:
@@ -103,7 +116,10 @@ def group_door(hub: ServerThread, token_file: Path) -> Iterator[Door]:
             waiting.join(90)
             assert not waiting.is_alive()
 
-    yield Door(address, token, run_id, {"rank": 1}, serves)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "_HANDSHAKE_S", PATIENT_S)
+        waiting.start()
+        yield Door(address, token, run_id, {"rank": 1}, serves)
     leader.close()
 
 
@@ -262,9 +278,9 @@ def test_a_listener_can_not_be_played_by_somebody_without_the_token() -> None:
 
         thread = threading.Thread(target=play)
         thread.start()
-        with wire.dial("{}:{}".format(*impostor.getsockname()), 5) as sock:
+        with wire.dial("{}:{}".format(*impostor.getsockname()), 60) as sock:
             with pytest.raises(AuthError, match="can't prove the run token"):
-                auth.connect(sock, OTHER_TOKEN, "r1", {"secret": 1}, 5)
+                auth.connect(sock, OTHER_TOKEN, "r1", {"secret": 1}, 60)
         thread.join(90)
     assert seen[1:] in ([], [b""])
     assert OTHER_TOKEN.encode() not in b"".join(seen) and b"secret" not in b"".join(seen)
@@ -276,7 +292,7 @@ def test_a_proof_of_a_listener_is_none_of_a_client(pair: tuple[socket.socket, so
 
     def listen() -> None:
         try:
-            auth.accept(pair[0], OTHER_TOKEN, "r1", 5)
+            auth.accept(pair[0], OTHER_TOKEN, "r1", 60)
         except TransferError as error:
             results.append(error)
 

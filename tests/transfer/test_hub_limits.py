@@ -70,9 +70,12 @@ def test_a_member_too_many_is_refused_by_name_and_those_that_were_taken_are_all_
 def test_a_client_that_calls_too_often_is_told_to_wait_and_others_are_served(
     token_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    limits = RateLimits(client=Rate(5.0, 10.0))
+    limits = RateLimits(client=Rate(0.5, 10.0))  # 30 calls, but not within 40 s
     headers = auth.bearer_headers(auth.load_token(token_file))
-    with running_hub(token_file, limits=limits) as url, httpx.Client(base_url=url, headers=headers) as client:
+    with (
+        running_hub(token_file, limits=limits) as url,
+        httpx.Client(base_url=url, headers=headers, timeout=60) as client,
+    ):
         answers = [client.get("/v1/status") for _ in range(30)]
         busy = [a for a in answers if a.status_code == 429]
         assert answers[0].status_code == 200 and busy and int(busy[0].headers["retry-after"]) >= 1
@@ -125,7 +128,7 @@ def test_buckets_forget_and_fill() -> None:
 def test_names_that_would_forge_logs_are_refused(hub: ServerThread, token_file: Path, name: str) -> None:
     headers = auth.bearer_headers(auth.load_token(token_file))
     member = {"role": "publisher", "name": "p", "rank": 0, "size": 1, "incarnation": "i", "info": {}}
-    with httpx.Client(base_url=hub.url, headers=headers) as client:
+    with httpx.Client(base_url=hub.url, headers=headers, timeout=60) as client:
         assert client.post("/v1/event/register", json={**member, "name": name}).status_code == 400
         assert client.post("/v1/event/register", json=member).status_code == 200
         version = {"lineage": "a", "number": 0}
@@ -142,7 +145,7 @@ def test_nonsense_in_any_field_is_refused_and_spoils_no_answer_to_others(
     version = {"lineage": "a", "number": 1}
     body = {"role": "publisher", "name": "p", "rank": 0, "size": 1, "incarnation": "i", "model": "m"}
     body |= {"info": {"model": "m"}, "version": version, "held": [version], "round": "r", "reason": "x"}
-    with httpx.Client(base_url=hub.url, headers=headers) as client:
+    with httpx.Client(base_url=hub.url, headers=headers, timeout=60) as client:
         for kind in ("register", "announce", "hold", "advance", "fail", "pin"):
             for field in (*body, "to", "by", "parts", "fanout", "sequence", "bytes", "installed"):
                 text = json.dumps({k: v for k, v in body.items() if k != field})[:-1]
@@ -161,16 +164,17 @@ def test_a_member_can_not_have_versions_and_models_remembered_without_end(
     monkeypatch.setattr(hub_server, "MAX_MODELS", 5)
     headers = auth.bearer_headers(auth.load_token(token_file))
     me = {"role": "publisher", "name": "p", "rank": 0, "size": 1, "incarnation": "i"}
-    with httpx.Client(base_url=hub.url, headers=headers) as client:
+    with httpx.Client(base_url=hub.url, headers=headers, timeout=60) as client:
 
         def say(kind: str, **about: Any) -> int:
             return client.post(f"/v1/event/{kind}", json={**me, **about}).status_code
 
-        assert say("register", info={"model": "m"}) == 200
+        here = {"info": {"model": "m"}, "ttl_s": 600}  # nobody renews the lease
+        assert say("register", **here) == 200
         versions = [{"lineage": "a", "number": n} for n in range(40)]
         answers = [say("unpublish", model="m", version=v) for v in versions]
         assert answers == [200] * 20 + [400] * 20
-        assert say("leave") == say("register", info={"model": "m"}) == 200  # a new life, a new account
+        assert say("leave") == say("register", **here) == 200  # a new life, a new account
         tree = {"kind": "tree", "degree": 2}
         answers = [say("announce", model=f"m{n}", version=versions[0], fanout=tree) for n in range(8)]
         assert answers == [200] * 5 + [400] * 3
@@ -180,7 +184,7 @@ def test_a_member_can_not_have_versions_and_models_remembered_without_end(
 def test_a_member_can_not_store_a_file_in_the_directory(hub: ServerThread, token_file: Path) -> None:
     headers = auth.bearer_headers(auth.load_token(token_file))
     member = {"role": "x", "name": "p", "rank": 0, "size": 1, "incarnation": "i", "info": {"a": "x" * 70_000}}
-    answer = httpx.post(hub.url + "/v1/event/register", json=member, headers=headers)
+    answer = httpx.post(hub.url + "/v1/event/register", json=member, headers=headers, timeout=60)
     assert answer.status_code == 400 and "info" in answer.json()["message"]
 
 

@@ -17,6 +17,7 @@ from jaxrl_sync.transfer.errors import DeadlineError, ResourceError
 from jaxrl_sync.transfer.hub import local
 from jaxrl_sync.transfer.hub.client import HubClient
 from jaxrl_sync.transfer.hub.local import LocalHub, find_hub
+from tests.ports import free_port
 
 SERVE = """
 import os, sys, time
@@ -82,8 +83,8 @@ def test_a_hub_that_ends_leaves_the_address_of_the_next_one(tmp_path: Path) -> N
 
 
 def test_a_hub_that_fails_to_start_leaves_the_folder_to_another_one(tmp_path: Path) -> None:
-    with LocalHub(tmp_path / "a") as hub:
-        port = int(hub.url.rpartition(":")[2])
+    port = free_port()
+    with LocalHub(tmp_path / "a", port=port):
         with pytest.raises(ResourceError, match="can't listen on"):
             LocalHub(tmp_path / "b", port=port)
     with LocalHub(tmp_path / "b", port=port) as other:

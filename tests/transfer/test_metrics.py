@@ -90,7 +90,7 @@ def test_a_round_leaves_rows_and_metrics(rig: Rig, hub: ServerThread, token_file
     assert over["state"] == "committed" and over["opened"] <= over["begun"] <= over["ended"]
     assert client.trace(rows[2]["seq"]).rows == rows[3:]
     assert client.trace(client.trace().seq).rows == []
-    answer = httpx.get(f"{hub.url}/metrics", headers=auth.bearer_headers(client.token))
+    answer = httpx.get(f"{hub.url}/metrics", headers=auth.bearer_headers(client.token), timeout=60)
     assert answer.headers["content-type"] == CONTENT_TYPE
     found = parsed(answer.text)
     engine = ("engine", "engine-0"), ("model", "policy"), ("rank", "0")
@@ -106,13 +106,13 @@ def test_metrics_need_the_token_unless_they_are_open(token_file: Path) -> None:
     token = auth.load_token(token_file)
     with running_hub(token_file) as url, running_engine(token) as engine:
         for base in (url, engine.url):
-            assert httpx.get(f"{base}/metrics").status_code == 401
-            answer = httpx.get(f"{base}/metrics", headers=auth.bearer_headers(token))
+            assert httpx.get(f"{base}/metrics", timeout=60).status_code == 401
+            answer = httpx.get(f"{base}/metrics", headers=auth.bearer_headers(token), timeout=60)
             assert answer.status_code == 200 and parsed(answer.text)
     with running_hub(token_file, metrics_open=True) as url:
-        assert httpx.get(f"{url}/metrics").status_code == 200
-        assert httpx.get(f"{url}/v1/status").status_code == 401
-        refused = parsed(httpx.get(f"{url}/metrics").text)["jaxrl_sync_hub_refused"]
+        assert httpx.get(f"{url}/metrics", timeout=60).status_code == 200
+        assert httpx.get(f"{url}/v1/status", timeout=60).status_code == 401
+        refused = parsed(httpx.get(f"{url}/metrics", timeout=60).text)["jaxrl_sync_hub_refused"]
         assert refused == {("_total", ("reason", "token")): 1}
 
 

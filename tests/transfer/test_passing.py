@@ -58,6 +58,11 @@ def right(tree: Any, params: Any) -> bool:
     return same_bits(tree, jax.tree.map(lambda t, e: jax.device_put(e, t.sharding), tree, expected))
 
 
+def linked(publisher: Publisher, count: int) -> None:
+    """Wait until so many engines are linked: the tickets of what is published then wait for them, too."""
+    until(lambda: publisher.stats()["links"] == count)
+
+
 def taken(engine: Any, params: Any) -> Any:
     """Take what is on offer and compare its bits; the report."""
     update = engine.poll(60)
@@ -135,6 +140,7 @@ def test_the_trainers_frame_goes_on_to_equal_replicas_as_it_is(rig: Rig, transpo
     publisher = rig.publisher(params, transport, payload=SPARSE, fanout="chain")
     names = {"relay": True, "payload": SPARSE}
     engines = [rig.subscriber(name, transport, **names) for name in "abc"]
+    linked(publisher, 3)
     for number in range(5):
         ticket = publisher.publish(params, version(number))
         order = engines[number % 3 :] + engines[: number % 3]  # another one is the first each time
@@ -205,9 +211,11 @@ def relay_and_reader(rig: Rig) -> tuple[Any, Publisher, Subscriber, Subscriber]:
     params = trainer_params()
     publisher = rig.publisher(params, "tcp", payload=SPARSE, fanout="chain")
     relay, reader = (rig.subscriber(n, "tcp", relay=True, payload=SPARSE) for n in "ab")
-    publisher.publish(params, version(0))
+    linked(publisher, 2)
+    ticket = publisher.publish(params, version(0))
     for engine in (relay, reader):
         taken(engine, params)
+    assert ticket.wait(60).state == "committed"  # the publisher has its baseline: what follows is a frame
     return params, publisher, relay, reader
 
 
@@ -276,9 +284,10 @@ def test_a_frame_is_made_before_anybody_asks_for_it(rig: Rig) -> None:
     params = trainer_params()
     publisher = rig.publisher(params, "tcp", payload=SPARSE)
     engine = rig.subscriber("a", "tcp")
-    publisher.publish(params, version(0))
+    linked(publisher, 1)
+    ticket = publisher.publish(params, version(0))
     taken(engine, params)
-    until(lambda: publisher.drain(5))
+    assert ticket.wait(60).state == "committed"  # else nobody is known who will ask for a frame
     params = changed(params, 0)
     publisher.publish(params, version(1))
     until(lambda: publisher.stats()["frames_encoded"] == 1)
@@ -306,6 +315,7 @@ def test_an_eager_engine_begins_with_the_offer(rig: Rig, monkeypatch: pytest.Mon
     publisher = rig.publisher(params, "tcp", fanout="chain")
     options = {"relay": True, "eager": True}
     begins = Begins(monkeypatch)
+    monkeypatch.setattr("jaxrl_sync.transfer.holding.APPEAR_S", 60.0)  # however late the first is
     engines = [rig.subscriber(n, "tcp", **options) for n in "ab"]
     until(lambda: begins.eager == {"a", "b"})  # once their links are there
     for number in range(3):

@@ -42,6 +42,8 @@ def test_versions_that_wait_to_be_encoded_keep_no_buffers(rig: Rig, monkeypatch:
     engine = rig.subscriber("a", "tcp")
     publisher.publish(params, version(0))
     taken(engine, params)
+    for pool in (publisher._finder, publisher._encoder):  # it may still be looked up, and encoded ahead
+        pool.submit(int).result(60)
     reached, go_on, made = threading.Event(), threading.Event(), list[int]()
 
     def ahead(chains: Any, links: Any, about: Any, shards: Any) -> None:

@@ -74,6 +74,7 @@ def test_a_chain_of_three_costs_the_trainer_one_copy_of_every_version(rig: Rig, 
     params = trainer_params()
     publisher = rig.publisher(params, transport, fanout="chain")
     engines = [rig.subscriber(name, transport, relay=True, first=f) for name, f in PLACES.items()]
+    until(lambda: publisher.stats()["links"] == 3)  # else the first ticket waits for none of them
     for number in range(3):
         params = trainer_params(seed=number)
         ticket = publisher.publish(params, Version("a", number))
@@ -136,7 +137,7 @@ def test_parts_are_handed_on_while_others_are_still_to_come(
 
     for thread, engine in zip(threads[1:], engines[1:], strict=True):
         thread.start()
-        until(lambda e=engine: has_parts(e), 20)  # type: ignore[misc]  # down to the end of the chain
+        until(lambda e=engine: has_parts(e))  # type: ignore[misc]  # down to the end of the chain
     assert not reports
     throttle.open.set()
     for thread in threads:
@@ -145,7 +146,7 @@ def test_parts_are_handed_on_while_others_are_still_to_come(
         report, tree = reports[name_of_engine]
         assert report.source == source
         assert right(tree, expected_of(params))
-    assert publisher.stats()["bytes_sent"] == BYTES
+    until(lambda: publisher.stats()["bytes_sent"] == BYTES)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -172,7 +173,7 @@ def test_what_changed_is_handed_on_as_what_changed(rig: Rig, transport: str) -> 
         threads = [threading.Thread(target=run, args=(e, number)) for e in engines]
         for thread, engine in zip(threads, engines, strict=True):
             thread.start()  # the next one begins once this one has: the chain is the same every time
-            until(lambda e=engine, t=thread: e._state.filling is not None or not t.is_alive(), 20)  # type: ignore[misc]
+            until(lambda e=engine, t=thread: e._state.filling is not None or not t.is_alive())  # type: ignore[misc]
         for thread in threads:
             thread.join(90)
         for engine in engines:

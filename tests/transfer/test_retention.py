@@ -125,6 +125,7 @@ def test_a_version_pinned_before_any_engine_came_is_kept_as_a_snapshot(rig: Rig,
     publish(publisher, 1)
     version, mine = take(wanting(rig, "late", 0))
     assert version == Version("a", 0) and same_bits(mine, convert(tree))
+    until(lambda: newest(client) == V[1])  # before that, the pinned one is offered to everybody
     version, mine = take(rig.subscriber("later"))
     assert version == Version("a", 1) and same_bits(mine, convert(trainer_params(1)))
 
@@ -132,7 +133,7 @@ def test_a_version_pinned_before_any_engine_came_is_kept_as_a_snapshot(rig: Rig,
 def test_a_publish_waits_for_room_and_says_what_is_missing(
     hub: ServerThread, token_file: Path, rig: Rig, params: Any
 ) -> None:
-    config = PublisherConfig(ttl_s=2.0, timeout_s=2.0, offload_limit_bytes=1)
+    config = PublisherConfig(ttl_s=60.0, timeout_s=2.0, offload_limit_bytes=1)
     client = rig.hub_client()
     with Publisher(hub.url, params, token_file=token_file, config=config) as publisher:
         publish(publisher, 0)
@@ -170,7 +171,7 @@ def test_pins_survive_a_restart_of_the_hub(token_file: Path, params: Any) -> Non
             publisher, client = rig.publisher(params), rig.hub_client()
             tree = publish(publisher, 0)
             until(lambda: client.newest() is not None)
-            lease = client.register("engine", "engine-0", ttl_s=1.0, info={"model": "policy"})
+            lease = client.register("engine", "engine-0", ttl_s=60, info={"model": "policy"})
             client.pin(Version("a", 0), "engine-0", lease=lease)
             hub.close()
             hub = ServerThread(token_file, port)
@@ -241,7 +242,7 @@ def test_a_kind_of_export_that_nobody_uses_is_forgotten(
     publish(publisher, 1)
     assert len(publisher._kinds) == 1
     subscriber.close()
-    until(lambda: publisher.stats()["links"] == 0)
+    until(lambda: not publisher._kind_of)  # the link has ended, and what it was told of is noted
     for number in (2, 3):
         publish(publisher, number)
     assert publisher._kinds == {}
@@ -252,7 +253,7 @@ def test_a_kind_of_export_that_nobody_uses_is_forgotten(
 
 def test_a_pin_that_ends_makes_room_for_the_copy_of_another(rig: Rig, params: Any) -> None:
     size = sum(x.nbytes for x in jax.tree.leaves(params))
-    publisher = rig.publisher(params, keep_versions=1, offload_limit_bytes=size * 3 // 2, timeout_s=10.0)
+    publisher = rig.publisher(params, keep_versions=1, offload_limit_bytes=size * 3 // 2)
     client = rig.hub_client()
     publish(publisher, 0)
     until(lambda: newest(client) == V[0])
@@ -300,7 +301,7 @@ def test_a_pin_that_ends_as_a_grace_does_is_dropped(
     monkeypatch.setattr(Publisher, "_grace_s", property(lambda self: grace_s[0]))
     monkeypatch.setattr(Publisher, "_pinned", ends_in_between)
     monkeypatch.setattr("jaxrl_sync.transfer.publisher.POLL_S", 0.2)
-    publisher = rig.publisher(params, offload_limit_bytes=0, timeout_s=20.0)
+    publisher = rig.publisher(params, offload_limit_bytes=0)
     client = rig.hub_client()
     publish(publisher, 0)
     until(lambda: client.newest() is not None)

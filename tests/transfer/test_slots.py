@@ -110,6 +110,12 @@ def test_a_word_about_segments_that_says_nothing_is_refused(told: dict[str, Any]
         sender.send(told, {}, 0.0)
 
 
+def looked_up(publisher: Any) -> None:
+    """Wait until no thread will take up the shards of a version that has been installed."""
+    for pool in (publisher._finder, publisher._encoder):
+        pool.submit(int).result(60)
+
+
 def unread(held: Any) -> bool:
     """Whether no thread has the shards of a version any more: beside what holds them only this loop."""
     return [sys.getrefcount(shards) for shards in held._shards.values()] == [3]
@@ -129,6 +135,7 @@ def test_exports_lie_in_the_same_buffers_again_unless_a_transfer_still_reads_the
         found, held = publish(number)
         places.append(found)
         assert same_bits(take(subscriber)[1], convert(trainer_params(seed=number)))
+        looked_up(publisher)
         until(functools.partial(unread, held))
     assert places[5] == places[3] and places[4] == places[2] and places[4] != places[5]
     (kind,) = publisher._kinds

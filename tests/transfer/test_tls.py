@@ -86,7 +86,7 @@ def test_a_hub_with_another_certificate_is_refused_before_the_token_is_sent(
             begun = time.monotonic()
             with HubClient(wrong, token_file) as client, pytest.raises(AuthError, match="isn't trusted"):
                 client.status()
-            assert time.monotonic() - begun < 20, "not retried"
+            assert time.monotonic() - begun < 55, "not retried"
         with HubClient(url, token_file) as client:
             assert client.status()["epoch"]
 
@@ -104,7 +104,7 @@ def test_plain_http_to_a_tls_port_harms_nobody(token_file: Path, own: tls.Server
         for _ in range(3):
             with dial(url) as sock:
                 sock.sendall(b"GET /v1/status HTTP/1.1\r\nHost: x\r\n\r\n")
-                sock.settimeout(10)
+                sock.settimeout(60)
                 with contextlib.suppress(ConnectionError):
                     assert not sock.recv(4096).startswith(b"HTTP/1.1 200")
         with HubClient(url, token_file) as client:
@@ -128,7 +128,7 @@ def test_an_engine_speaks_tls_to_the_loop(token_file: Path, own: tls.ServerTls, 
         verify = tls.verify_of(trusted.vouched(server.url))
         client = EngineClient(token, connections=2, verify=verify)
         try:
-            return await client.health(Engine("e", server.url, 1, 8), 10.0)
+            return await client.health(Engine("e", server.url, 1, 8), 60.0)
         finally:
             await client.close()
 
