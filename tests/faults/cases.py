@@ -90,6 +90,7 @@ def phase_pattern(phase: str) -> str:
     return {
         "announce": "POST /v1/event/announce",
         "begin": r'"to": ?"begun"',
+        "begun": r'"committed": ?false, ?"offer"',  # the hub's answer
         "commit": r'"to": ?"installed"',
         "verify": '"kind":"sums"',
         "written": '"kind":"done"',

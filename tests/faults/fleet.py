@@ -84,9 +84,12 @@ class Fleet:
         replicas: tuple[Replica, ...] = REPLICAS,
         publisher: dict[str, Any] | None = None,
         trained: Trained = Trained(),
+        ttl_s: float = TTL_S,
+        round_s: float = ROUND_S,
     ) -> None:
         """Start everything and wait until it is up. ``publisher``: more settings of PublisherConfig."""
         self.network, self.folder = network, folder
+        self._ttl_s, self._round_s = ttl_s, round_s
         self.replicas = {r.name: r for r in replicas}
         self.trained, self.expected = trained, Expected(trained.every)
         self.children: dict[str, Child] = {}
@@ -138,8 +141,8 @@ class Fleet:
             "door": self._door,
             "host": self.network.hosts[host].address,
             "host_name": name,
-            "ttl_s": TTL_S,
-            "timeout_s": ROUND_S,
+            "ttl_s": self._ttl_s,
+            "timeout_s": self._round_s,
         }
         place, log = self.network.hosts[host], self.folder / f"{name}.log"
         self.children[name] = Child(name, role, place, log, devices, **{**common, **options})
@@ -265,7 +268,7 @@ class Fleet:
 
     # What the hub and the machine say.
 
-    def status(self, timeout_s: float = 15.0) -> dict[str, Any]:
+    def status(self, timeout_s: float = 90.0) -> dict[str, Any]:
         """The hub's state."""
         answer = self.children["probe"].ask(timeout_s, status=1)
         assert answer["status"] is not None, answer

@@ -145,7 +145,7 @@ def probe(options: dict[str, Any]) -> None:
     from jaxrl_sync.transfer.hub.client import HubClient
 
     pauses = Pauses()
-    client = HubClient(options["hub"], options["token"], timeout_s=3.0)
+    client = HubClient(options["hub"], options["token"], timeout_s=30.0)
 
     def handle(command: dict[str, Any]) -> None:
         if "status" in command:

@@ -52,6 +52,7 @@ class Proxy:
         self.rules: dict[int, Enforced] = {}
         self.connections: dict[int, Passage] = {}
         self.counts: dict[Edge, dict[Direction, int]] = defaultdict(lambda: {"up": 0, "down": 0})
+        self.opened: dict[Edge, int] = defaultdict(int)
         self.changed = asyncio.Event()
         self._next = 0
         self._servers: list[asyncio.Server | asyncio.Task[None]] = []
@@ -147,6 +148,7 @@ class Proxy:
         except (OSError, ValueError, TimeoutError):
             _abort(sock)
             return
+        self.opened[edge] += 1
         passage = Passage(self, self.number(), edge, sock, target)
         self.connections[passage.number] = passage
         try:
@@ -183,6 +185,15 @@ def _abort(sock: socket.socket) -> None:
     """Close with a reset."""
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+    _close(sock)
+
+
+def _close(sock: socket.socket) -> None:
+    """The loop forgets its number first: a socket that is made in the same turn may get it."""
+    if sock.fileno() >= 0:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(sock)
+        loop.remove_writer(sock)
     sock.close()
 
 
@@ -220,7 +231,7 @@ class Passage:
         for task in self._tasks:
             task.cancel()
         for sock in (self.source, self.target):
-            sock.close()
+            _close(sock)
 
     def reset(self) -> None:
         """Both ends see a reset."""
@@ -406,6 +417,8 @@ class Control:
             case "counts":
                 rows = [{**dataclasses.asdict(edge), **both} for edge, both in proxy.counts.items()]
                 return {"counts": rows}
+            case "opened":
+                return {"opened": [dataclasses.asdict(e) | {"times": n} for e, n in proxy.opened.items()]}
             case "connections":
                 return {"connections": [dataclasses.asdict(p.edge) for p in proxy.connections.values()]}
             case other:

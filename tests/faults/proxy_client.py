@@ -104,6 +104,11 @@ class ProxyClient:
         rows = self._ask("counts")["counts"]
         return {Edge(r["source"], r["target"], r["kind"]): (r["up"], r["down"]) for r in rows}
 
+    def opened(self) -> dict[Edge, int]:
+        """How many connections were opened on every edge so far."""
+        rows = self._ask("opened")["opened"]
+        return {Edge(r["source"], r["target"], r["kind"]): r["times"] for r in rows}
+
     def connections(self) -> list[Edge]:
         """The edge of every connection that is open now."""
         return [Edge(**row) for row in self._ask("connections")["connections"]]

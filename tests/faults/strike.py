@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from tests.faults.cases import Broken, Strike, phase_pattern
 from tests.faults.child import Message
 from tests.faults.fleet import RANKS, ROUND_S, SETTLE_S, TTL_S, Fleet
-from tests.faults.rules import Rule
+from tests.faults.rules import Edge, Rule
 
 STOPPED_S = TTL_S + 1.5
 """A process stands for longer than its lease."""
@@ -44,7 +44,7 @@ def run_strike(fleet: Fleet, case: Strike, counted: Callable[[Fleet], None] | No
             _others_reach(fleet, case.role, number)  # before a later version takes its place
     else:
         fleet.restart(case.victim)
-    if not idle and case.role == "hub":
+    if not idle and (case.role == "hub" or (case.how == "kill" and case.role != "trainer")):
         _others_reach(fleet, case.role, number)  # rounds that a later version ends are aborted, rightly
     fleet.publish()
     settled(fleet)
@@ -125,11 +125,12 @@ def _held(fleet: Fleet, case: Strike) -> Iterator[Callable[[], object]]:
 def behind(fleet: Fleet, reader: str, relay: str) -> Iterator[Callable[[], object]]:
     """Have the reader of a relay begin after the relay has: who begins first at a site reads from outside.
 
-    The block gets a call that waits until the relay has begun, and then lets the reader.
+    The block gets a call that waits until the hub has answered the relay, and then lets the reader: of two
+    words that are both under way, the hub may see either one first.
     """
-    words, proxy = phase_pattern("begin"), fleet.network.proxy
-    ahead = Rule("watch", source=relay, kind="control", down=False, pattern=words)
-    wait = Rule("stall", source=reader, kind="control", down=False, pattern=words)
+    proxy = fleet.network.proxy
+    ahead = Rule("watch", source=relay, kind="control", up=False, pattern=phase_pattern("begun"))
+    wait = Rule("stall", source=reader, kind="control", down=False, pattern=phase_pattern("begin"))
     with proxy.broken(ahead) as first, proxy.broken(wait) as second:
 
         def begun() -> None:
@@ -176,17 +177,25 @@ def count_one(fleet: Fleet, publish: Callable[[], object], tries: int = 3) -> Co
     """One more version: what each engine says of it, and the bytes that came to each.
 
     One that an engine had to begin anew, as a slow machine may need more than a round's time for it, comes in
-    pieces that nobody counts: then the next one is taken, and the last of ``tries`` as it comes.
+    pieces that nobody counts, and one over a link that was just opened anew, as a lease may run out there,
+    comes in full: then the next one is taken, and the last of ``tries`` as it comes.
     """
     while True:
         since = {rank: len(fleet.children[rank].said) for rank in fleet.engines()}
-        before = fleet.received()
+        before, opened = fleet.received(), _links_to_trainer(fleet)
         publish()
         found, after = settled(fleet), fleet.received()
         again = any("error" in m for rank, at in since.items() for m in fleet.children[rank].said[at:])
+        again = again or _links_to_trainer(fleet) != opened
         tries -= 1
         if not (again and tries):
             return found, {rank: after[rank] - before.get(rank, 0) for rank in after}
+
+
+def _links_to_trainer(fleet: Fleet) -> dict[Edge, int]:
+    """How many connections for weights were opened so far to each of the trainer's processes."""
+    addresses = {fleet.address(f"trainer.{rank}") for rank in range(RANKS)}
+    return {e: n for e, n in fleet.network.proxy.opened().items() if e.target in addresses}
 
 
 def check_counted(fleet: Fleet) -> None:

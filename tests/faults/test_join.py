@@ -125,7 +125,8 @@ def all_have(fleet: Fleet, readers: Child, names: list[str]) -> float:
 def test_readers_take_as_many_copies_from_the_trainer_as_the_fanout_says(tmp_path: Path) -> None:
     names, sent = [f"r{i}" for i in range(5)], {}
     with Network(tmp_path) as network:
-        fleet = Fleet(network, tmp_path, (), publisher={"fanout": "star"})
+        # nobody is struck: no round shall begin anew
+        fleet = Fleet(network, tmp_path, (), publisher={"fanout": "star"}, ttl_s=60.0, round_s=60.0)
         try:
             readers = fleet.start_readers(names, relay=True)
             for kind in ("star", "chain", "tree"):

@@ -60,9 +60,9 @@ def test_hosts_reach_the_proxy_and_not_each_other(network: Network) -> None:
         through = python(network, "b", CALL, *network.proxy.listen(edge).rsplit(":", 1), PATIENCE_S)
         assert through.communicate(timeout=60)[0] == "b'hello'\n"
         assert network.proxy.counts()[edge] == (5, 5)
-        out, err = direct.communicate(timeout=20)
+        out, err = direct.communicate(timeout=60)
         assert out == "" and ("timed out" in err or "No route" in err)
-        assert server.wait(20) == 0
+        assert server.wait(60) == 0
     finally:
         server.kill()
         server.communicate()

@@ -21,7 +21,8 @@ class Server:
     """Takes connections one by one; sends ``reply`` on each that says so, keeps what it got."""
 
     def __init__(self) -> None:
-        self.listener = socket.create_server(("127.0.0.1", 0))
+        port = free_port()  # each test's own: the proxy counts by address as long as it lives
+        self.listener = socket.create_server(("127.0.0.1", port))
         self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
 
     def accept(self) -> socket.socket:

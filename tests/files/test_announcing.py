@@ -18,7 +18,7 @@ def test_a_version_that_comes_while_an_older_one_is_told_again_is_the_last(
 ) -> None:
     """The older one was refused, which ended the lease, and was told again after the next restart."""
     with LocalHub(tmp_path) as hub, HubClient(hub.url, hub.token_file) as client:
-        about: Any = {"model": "policy", "nbytes": 8, "rank": 0, "size": 1, "ttl_s": 10.0, "timeout_s": 10.0}
+        about: Any = {"model": "policy", "nbytes": 8, "rank": 0, "size": 1, "ttl_s": 60.0, "timeout_s": 60.0}
         with Announcer(hub.url, hub.token_file, **about) as trainer:
             trainer.announce(Version("a", 5))
             call = trainer._lease.call

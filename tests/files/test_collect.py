@@ -102,6 +102,8 @@ def test_a_lease_whose_reader_died_expires(tmp_path: Path) -> None:
         write(publisher, 1, 2, 3, 4)
         publisher.drain(10)
         assert 0 in numbers(path)
+        lease._closed.set()  # nobody touches it any more
+        lease._thread.join(60)
         (name,) = names(path, "leases")
         long_ago = time.time() - 31
         os.utime(path / "leases" / name, (long_ago, long_ago))

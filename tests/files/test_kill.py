@@ -33,6 +33,11 @@ def start(path: Path, lineage: str, first: int, count: int, *more: str) -> subpr
     return child
 
 
+def stands(pid: int) -> bool:
+    """Whether a process is stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_a_writer_killed_at_any_moment_leaves_a_channel_that_the_next_one_continues(tmp_path: Path) -> None:
@@ -82,6 +87,7 @@ def test_a_writer_that_hangs_and_comes_back_adds_nothing_to_a_channel_that_anoth
     try:
         assert child.stdout is not None
         assert [child.stdout.readline() for _ in range(3)] == ["0\n", "1\n", "halted\n"]
+        until(lambda: stands(child.pid))  # it is about to: what continues it must come after that
         (path / "writer.lock").unlink()  # as on a file system without locks, or another machine
         with writer(path) as publisher, reader(path) as subscriber:
             write(publisher, 1, 2, lineage="other")

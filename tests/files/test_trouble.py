@@ -143,6 +143,7 @@ def test_a_reader_that_is_closed_while_it_reads_ends_by_name(
         assert held.wait(20)
         closing = threading.Thread(target=subscriber.close)
         closing.start()
+        until(subscriber._closed.is_set)  # else all may be read before it is closed
         go.set()
         thread.join(30)
         closing.join(30)

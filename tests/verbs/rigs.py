@@ -60,24 +60,29 @@ class Rig:
         assert same_bits(update.swap(), convert(params))
         return report
 
-    def fail(self, number: int, timeout_s: float | None = None) -> TransferError:
+    def fail(self, number: int) -> TransferError:
         """Publish and see the transfer fail."""
         self.publisher.publish(trainer_params(number), Version("a", number))
         update = self.subscriber.poll(timeout_s=60)
         assert update is not None
         with pytest.raises(TransferError) as caught:
-            update.prepare(timeout_s)
+            update.prepare()
         return caught.value
 
     def take_again(self, number: int) -> None:
         """A version that arrives once the link is made again."""
-        end = time.monotonic() + 60
+        params, end = trainer_params(number), time.monotonic() + 60
+        self.publisher.publish(params, Version("a", number))  # once: it doesn't come after itself
         while True:
+            update = self.subscriber.poll(timeout_s=60)
+            assert update is not None
             try:
-                self.take(number, number)
-                return
+                update.prepare()
             except TransferError:
                 assert time.monotonic() < end
+                continue
+            assert same_bits(update.swap(), convert(params))
+            return
 
     def close(self) -> None:
         self.subscriber.close()

@@ -18,6 +18,8 @@ import pytest
 from jaxrl_sync.transfer import Subscriber, SubscriberConfig, Version, auth
 from jaxrl_sync.transfer.errors import AuthError, DeadlineError, PeerLost, TransferError
 from jaxrl_sync.transfer.payload.settings import PayloadSettings
+from jaxrl_sync.transfer.transports.base import Shards
+from jaxrl_sync.transfer.transports.parts import WHOLE, Flow
 from jaxrl_sync.transfer.transports.verbs import VerbsReceiver, VerbsSender
 from jaxrl_sync.transfer.verbs import rail
 from jaxrl_sync.transfer.verbs.errors import VerbsError
@@ -172,15 +174,24 @@ def test_a_wrong_token_is_refused_before_any_device_is_touched(token_file: Path,
         hub.close()
 
 
-def test_a_slot_that_was_cut_off_gets_new_memory_and_keys(token_file: Path, fake: Fake) -> None:
+def test_a_slot_that_was_cut_off_gets_new_memory_and_keys(
+    token_file: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The sender hangs in mid-round: its queue pairs are destroyed, what it posts later changes nothing."""
+    real = VerbsReceiver.receive
+
+    def briefly(self: VerbsReceiver, views: Shards, _: float, flow: Flow = WHOLE) -> None:
+        real(self, views, time.monotonic() + 2.0, flow)  # from when the round has begun, however slow that is
+
     made = Rig(token_file, theirs=settings("fake1", placement="placed"))
     try:
         made.take(0, 0)
         before = fake.alive()
         fake.set(hold=1)
         slots = list(made.subscriber._slots)
-        assert isinstance(made.fail(1, 2.0), (DeadlineError, PeerLost))  # whichever side gives up first
+        with monkeypatch.context() as patched:
+            patched.setattr(VerbsReceiver, "receive", briefly)
+            assert isinstance(made.fail(1), (DeadlineError, PeerLost))  # whichever side gives up first
         fake.set()
         replaced = [a is not b for a, b in zip(slots, made.subscriber._slots, strict=True)]
         assert sorted(replaced) == [False, True] and made.subscriber.stats()["quarantined"] == 1
