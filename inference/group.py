@@ -28,7 +28,7 @@ from jaxrl_sync.inference.errors import RankDiedError
 from jaxrl_sync.inference.plan import StepPlan
 from jaxrl_sync.sharding.errors import UserError
 from jaxrl_sync.transfer import auth, clean
-from jaxrl_sync.transfer.errors import ProtocolError, TransferError
+from jaxrl_sync.transfer.errors import PeerLost, ProtocolError, TransferError
 from jaxrl_sync.transfer.reception import Reception
 from jaxrl_sync.transfer.refusals import Refusals
 from jaxrl_sync.transfer.wire import Connection, dial, is_loopback, listen
@@ -109,7 +109,12 @@ class _Link:
 
     def _say_alive(self) -> None:
         while not self._closing.wait(ALIVE_S):
-            self.send("alive")
+            try:
+                self._connection.send({"op": "alive"}, timeout_s=SEND_S)
+            except PeerLost:  # the receiving thread finds out: the peer died, or has said before that it ends
+                return
+            except TransferError as error:
+                self._lost(error)
 
     def _lost(self, error: TransferError) -> None:
         if not self._closing.is_set():

@@ -82,6 +82,23 @@ def test_plans_and_prepares_arrive_in_order_and_stop_ends_quietly(pair: Pair) ->
     assert pair.follower_saw.empty() and pair.leader_saw.empty()
 
 
+def test_a_leader_that_is_gone_when_its_stop_is_read_has_not_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A heartbeat to it failed before its last word was read, and the follower ended as if it had died."""
+    monkeypatch.setattr(group, "ALIVE_S", 0.05)
+    monkeypatch.setattr(group, "SILENCE_S", 120.0)
+    go_on = threading.Event()
+    with ExitStack() as stack:
+        pair = Pair(stack)
+        monkeypatch.setattr(pair.follower, "_on_prepare", lambda: go_on.wait(60))  # the receiver is busy
+        pair.leader.prepare()
+        pair.leader.close()
+        pair.follower._link._threads[1].join(60)
+        assert not pair.follower._link._threads[1].is_alive(), "no heartbeat has failed"
+        go_on.set()
+        assert pair.follower.next_order(60.0) == "stop"
+        assert pair.follower_saw.empty() and pair.leader_saw.empty()
+
+
 def test_each_end_names_the_other_when_it_goes_away(pair: Pair) -> None:
     pair.follower._link._connection.sock.shutdown(socket.SHUT_RDWR)
     assert pair.leader_saw.get(timeout=20).startswith("engine-7 rank 1 of this engine died: ")
