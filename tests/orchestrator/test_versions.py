@@ -43,7 +43,8 @@ def test_stale_rollouts_are_aborted_before_the_swap_and_nothing_else_is(
         def others_are_done(step: int) -> bool:
             """No step is over before all rollouts have ended but the one that hangs: none gets too stale."""
             since, seen = began.setdefault(step, time.time()), running.progress()
-            running_still = 4 if step <= 2 else 0  # the samples of the one that hangs, until it is aborted
+            aborted = any(kind == "abort" for _, kind, _ in engines[0].log)
+            running_still = 4 if step <= 2 and not aborted else 0  # the samples of the one that hangs
             return seen["t"] > since and (seen["version"], seen["inflight"]) == (step - 1, running_still)
 
         trainer.gate = others_are_done
