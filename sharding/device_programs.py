@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_sync.sharding.device_words import View, from_words, read, to_words, write
+from jaxrl_sync.sharding.device_words import View, from_words, opaque, read, to_words, write
 from jaxrl_sync.sharding.layout import dtype_of
 
 Aval = tuple[tuple[int, ...], str]
@@ -109,12 +109,18 @@ def _mapped(
     return alone
 
 
+def _hidden(words: jax.Array, starts: jax.Array, devices: Devices) -> jax.Array:
+    """The words; where they could be lost on the way, hidden from the compiler (`opaque`)."""
+    at_risk = words.dtype.itemsize < 4 and devices[0].platform == "cpu"
+    return opaque(words, starts) if at_risk else words
+
+
 @functools.lru_cache(maxsize=_PROGRAMS)
 def pack(shape: PackShape, devices: Devices) -> Callable[..., Any]:
     """(starts int32 [devices * n], *arrays) -> one buffer of words per edge."""
 
     def body(starts: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        words = [to_words(x) for x in arrays]
+        words = [_hidden(to_words(x), starts, devices) for x in arrays]
         at, buffers = 0, []
         for edge in shape.edges:
             parts = []
@@ -139,7 +145,7 @@ def scatter(shape: ScatterShape, devices: Devices) -> Callable[..., Any]:
         at, made = 0, []
         for number, (size, dtype) in enumerate(shape.arrays):
             old = arrays[number] if shape.donated else jnp.zeros(size, dtype_of(dtype))
-            flat = to_words(old)
+            flat = _hidden(to_words(old), starts, devices) if shape.donated else to_words(old)
             for w in (w for w in shape.writes if w.array == number):
                 if w.of is None:
                     block = jax.lax.slice(buffers[w.buffer], (w.offset,), (w.offset + w.to.num_words,))
@@ -150,7 +156,7 @@ def scatter(shape: ScatterShape, devices: Devices) -> Callable[..., Any]:
                     at += w.of.num_starts
                 flat = write(flat, w.to, [starts[at + i] for i in range(w.to.num_starts)], block)
                 at += w.to.num_starts
-            made.append(from_words(flat, size, dtype_of(dtype)))
+            made.append(from_words(_hidden(flat, starts, devices), size, dtype_of(dtype)))
         return tuple(made)
 
     shapes = [s for s, _ in shape.arrays]

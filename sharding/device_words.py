@@ -60,6 +60,16 @@ def from_words(words: jax.Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -
     return lax.bitcast_convert_type(words.reshape(*shape, *tail), dtype)
 
 
+def opaque(words: jax.Array, starts: jax.Array) -> jax.Array:
+    """The same words, of which a compiler can't tell that they are parts of floats; in jit, for CPUs.
+
+    LLVM turns a choice between words that come from, or become, floats of two bytes into one between floats,
+    and without AVX-512 takes some of these through f32, which changes NaNs (jaxlib 0.10.2 and 0.12.0.1). So
+    they are xored with the sign of a start: 0, which only the program's caller knows.
+    """
+    return words if starts.size == 0 else words ^ (starts[0] >> 31).astype(words.dtype)
+
+
 def _narrow(dtype: np.dtype[Any]) -> Any:
     """The unsigned type as wide as one of less than a byte, or None."""
     if not is_packed(dtype):
