@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxrl_sync.sharding import Correspondence, Layout
 from jaxrl_sync.transfer import Publisher, PublisherConfig, Version
+from jaxrl_sync.transfer.codec.rules import CodingRules
 from jaxrl_sync.transfer.errors import TransferError
 from jaxrl_sync.transfer.outcome import Ticket
 from jaxrl_sync.transfer.payload.settings import PayloadSettings
@@ -72,7 +73,7 @@ def run(options: dict[str, Any]) -> None:
         chunk_bytes=64 << 10,
         ttl_s=options["ttl_s"],
         timeout_s=options["timeout_s"],
-        payload=PayloadSettings(options.get("payload", "full")),
+        payload=PayloadSettings(options.get("payload", "full"), CodingRules(whole=False)),
         **options.get("publisher", {}),
     )
     with Publisher(options["hub"], Layout.of(params), token_file=options["token"], config=config) as out:

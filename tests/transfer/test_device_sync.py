@@ -32,6 +32,7 @@ from jaxrl_sync.transfer import (
     filling,
     slots,
 )
+from jaxrl_sync.transfer.codec.rules import CodingRules
 from jaxrl_sync.transfer.payload.settings import PayloadSettings
 from tests.sharding.meshes import P, mesh
 from tests.transfer.models import LEASE_S, ServerThread, host
@@ -99,7 +100,11 @@ def expected(tree: Tree) -> dict[str, Any]:
 def play(url: str, token_file: Path, transport: Any, payload: Any, rows: int, platform: str) -> list[Any]:
     """Publish every version, train on at once, take it in, compare; the reports."""
     tree = params(rows)
-    made = PayloadSettings(payload, compare="device") if payload == "sparse" else PayloadSettings()
+    made = (
+        PayloadSettings(payload, CodingRules(whole=False), compare="device")
+        if payload == "sparse"
+        else PayloadSettings()
+    )
     reports = []
     ours = PublisherConfig(transport=transport, payload=made, ttl_s=LEASE_S)
     theirs = SubscriberConfig(transport=transport, ttl_s=LEASE_S, timeout_s=60)

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from jaxrl_sync.transfer import Version
+from jaxrl_sync.transfer.codec.rules import CodingRules
 from jaxrl_sync.transfer.payload.settings import PayloadSettings
 from tests.ports import free_port
 from tests.transfer import models
@@ -39,7 +40,9 @@ def test_a_joiner_is_served_although_the_trainer_is_gone(rig: Rig, transport: st
 
 def test_a_site_is_seeded_once_also_with_what_changed(rig: Rig) -> None:
     params = trainer_params()
-    publisher = rig.publisher(params, "tcp", payload=PayloadSettings("sparse"), fanout="tree")
+    publisher = rig.publisher(
+        params, "tcp", payload=PayloadSettings("sparse", CodingRules(whole=False)), fanout="tree"
+    )
     places = {"a": 0, "b": 2, "c": 4}
     there = [rig.subscriber(n, "tcp", site="far", relay=True, first=f) for n, f in places.items()]
     sent = []

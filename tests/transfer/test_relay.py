@@ -10,6 +10,7 @@ import pytest
 
 from jaxrl_sync.sharding.presets import qwen3
 from jaxrl_sync.transfer import Version
+from jaxrl_sync.transfer.codec.rules import CodingRules
 from jaxrl_sync.transfer.payload.settings import PayloadSettings
 from jaxrl_sync.transfer.transports import tcp
 from jaxrl_sync.transfer.transports.shm import ShmSender
@@ -151,7 +152,7 @@ def test_parts_are_handed_on_while_others_are_still_to_come(
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_what_changed_is_handed_on_as_what_changed(rig: Rig, transport: str) -> None:
-    sparse = PayloadSettings("sparse")
+    sparse = PayloadSettings("sparse", CodingRules(whole=False))
     params = trainer_params()
     publisher = rig.publisher(params, transport, payload=sparse, fanout="chain")
     engines = [rig.subscriber(n, transport, relay=True, payload=sparse, first=f) for n, f in PLACES.items()]
